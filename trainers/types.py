@@ -1,0 +1,98 @@
+"""What crosses the trainer's process border: Batch in, StepResult out. All frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.types import FloatArray, WeightVersion
+
+LongArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Several sequences packed one after the other; T positions in all.
+
+    A sequence of n tokens (prompt and response) gives n - 1 positions: position t reads token t and predicts t + 1.
+
+    Attributes:
+        token_ids: int64 [T], the tokens that are read.
+        labels: int64 [T], the tokens that are predicted.
+        lengths: positions of each packed sequence; `sum(lengths) == T`.
+        loss_mask: float32 [T], 1 where the label is a response token that is trained on.
+        advantages: float32 [T], the label's advantage; 0 where the mask is 0.
+        generator_logprobs: float32 [T], the generator's logprob of the label; 0 where the mask is 0.
+
+    Example: prompt [1, 9], response [5, 6, 2] gives token_ids [1, 9, 5, 6], labels [9, 5, 6, 2], loss_mask [0, 1, 1, 1].
+    """
+
+    token_ids: LongArray
+    labels: LongArray
+    lengths: tuple[int, ...]
+    loss_mask: FloatArray
+    advantages: FloatArray
+    generator_logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Everything that one training step consumes.
+
+    Attributes:
+        step: counted from 0; the step turns version `step` into `step + 1`.
+        micro_batches: [DP rank][micro-batch]. Every DP rank has at least one (an all-masked one if need be).
+        num_loss_tokens: the global denominator, over all DP ranks and micro-batches. It also counts the tokens of
+            samples that were left out of the packing because their advantage is 0: they have no gradient, but they
+            are part of the mean.
+        oldest_version: the oldest weight version that computed a trained token, for the staleness measured at
+            consumption; None if the batch is empty.
+    """
+
+    step: int
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    num_loss_tokens: int
+    oldest_version: WeightVersion | None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no token of the batch has a gradient: the step then makes a version of the same bits."""
+        return not any(micro.loss_mask.any() for rank in self.micro_batches for micro in rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one training step did, over all ranks.
+
+    Attributes:
+        step: the step that was trained.
+        version: the version it made, `step + 1`.
+        loss: token mean over the batch (float64 sum over the ranks, divided by `num_loss_tokens`).
+        grad_norm: before clipping.
+        lr: learning rate that was used.
+        entropy, clip_fraction, ratio_max, generator_kl: means over the trained tokens (ratio_max: maximum);
+            `generator_kl` is the k3 estimate of KL(generator || trainer).
+        num_tokens: positions that went through the model.
+        digests: bucket id -> xxh3_128, of the snapshot taken right after the optimizer step; empty if skipped.
+        skipped: no token had a gradient; the weights did not move.
+        timings_ms: forward_backward, optimizer, snapshot, total: the slowest rank's.
+        peak_memory_bytes: per rank, in rank order.
+    """
+
+    step: int
+    version: WeightVersion
+    loss: float
+    grad_norm: float
+    lr: float
+    entropy: float
+    clip_fraction: float
+    ratio_max: float
+    generator_kl: float
+    num_tokens: int
+    digests: Mapping[int, str]
+    skipped: bool
+    timings_ms: Mapping[str, float]
+    peak_memory_bytes: tuple[int, ...]
