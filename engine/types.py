@@ -1,4 +1,4 @@
-"""What crosses the generator's process border: requests, results, versions. All frozen, columnar, no objects per token."""
+"""What crosses the generator's process border: requests, results, versions. Frozen, columnar, no objects per token."""
 
 from __future__ import annotations
 
@@ -83,13 +83,16 @@ class Manifest:
     Attributes:
         epoch: rises when the trainer falls back to a checkpoint; a version is (epoch, version), compared whole.
         version: the version that the buckets hold.
+        written_version: the version whose step wrote the bytes, as the buckets' headers say. Smaller than `version`
+            after steps that made no new bits: such a step names its predecessor's bytes.
         plan_hash: the plan that cut them; both sides must hold the same one.
-        slot: where in the store the bytes are. A step that made no new bits names its predecessor's slot.
+        slot: where in the store the bytes are.
         digests: bucket id -> xxh3_128 of its payload, for every bucket of the plan.
     """
 
     epoch: int
     version: WeightVersion
+    written_version: WeightVersion
     plan_hash: str
     slot: int
     digests: Mapping[int, str]

@@ -1,0 +1,294 @@
+"""Which boxes of which canonical tensor every rank holds, as data. No torch, no process, no device.
+
+A canonical tensor has the name and the shape it has in a Hugging Face folder. A rank holds *parameters*: local tensors,
+often fused and cut. A `Shard` says that one block of a local parameter is one box of one canonical tensor; a `Pad` says
+that a block of it belongs to no tensor (vocabulary padding). Shards and pads tile every parameter exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+Index = tuple[int, ...]
+
+DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element of every dtype that a layout may name (torch's names without the `torch.`)."""
+
+
+class LayoutError(ValueError):
+    """A layout contradicts itself or cannot be made; the message names tensor, rank and both values."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one tensor, for instance `TensorSpec((151936, 896), "bfloat16")`."""
+
+    shape: Index
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor: [start, start + shape) in every dim.
+
+    Example: rows 4 to 7 of a [10, 3] tensor are `Box((4, 0), (4, 3))`; its `slices` are `(slice(4, 8), slice(0, 3))`.
+    """
+
+    start: Index
+    shape: Index
+
+    @property
+    def stop(self) -> Index:
+        """First index past the box, per dim."""
+        return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in the box; 0 if it is empty."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the box in its tensor, for torch, numpy and safetensors' `get_slice` alike."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part of two boxes of one tensor; None if there is none."""
+        start = tuple(map(max, self.start, other.start))
+        shape = tuple(min(a, b) - low for a, b, low in zip(self.stop, other.stop, start, strict=True))
+        return Box(start, shape) if all(size > 0 for size in shape) else None
+
+    def subtract(self, hole: Box) -> list[Box]:
+        """What is left of this box without `hole`, as disjoint boxes, in a fixed order.
+
+        Example: `Box((0,), (10,)).subtract(Box((4,), (2,)))` is `[Box((0,), (4,)), Box((6,), (4,))]`.
+        """
+        common = self.intersect(hole)
+        if common is None:
+            return [self]
+
+        rest: list[Box] = []
+        start, shape = list(self.start), list(self.shape)
+        for dim, (low, high) in enumerate(zip(common.start, common.stop, strict=True)):
+            stop = start[dim] + shape[dim]
+            for first, last in ((start[dim], low), (high, stop)):
+                if first < last:
+                    rest.append(Box(_replaced(start, dim, first), _replaced(shape, dim, last - first)))
+
+            start[dim], shape[dim] = low, high - low
+        return rest
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One block of a local parameter is one box of a canonical tensor.
+
+    Attributes:
+        tensor: canonical name.
+        box: which part of that tensor, in its own coordinates.
+        param: local parameter name on this rank.
+        param_start: where the block starts in the parameter. The parameter may have more dims than the tensor (stacked
+            experts): the block is then one wide in the leading ones.
+
+    Example: the second of two tensor-parallel ranks holds rows 8 to 15 of `up_proj` [16, 4] behind its 8 rows of
+    `gate_proj`: `Shard("...up_proj.weight", Box((8, 0), (8, 4)), "...linear_fc1.weight", (8, 0))`, and
+    `params[shard.param][shard.param_slices] = tensor[shard.box.slices]` loads it.
+    """
+
+    tensor: str
+    box: Box
+    param: str
+    param_start: Index
+
+    @property
+    def param_box(self) -> Box:
+        """The block in the parameter's coordinates."""
+        leading = len(self.param_start) - len(self.box.shape)
+        return Box(self.param_start, (1,) * leading + self.box.shape)
+
+    @property
+    def param_slices(self) -> tuple[slice | int, ...]:
+        """Index of the block in the parameter; extra leading dims are indexed away, so shapes match `box.shape`."""
+        leading = len(self.param_start) - len(self.box.shape)
+        return (*self.param_start[:leading], *Box(self.param_start[leading:], self.box.shape).slices)
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """A block of a local parameter that belongs to no tensor (vocabulary padding): filled with 0, never copied."""
+
+    param: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What every rank of one side holds.
+
+    Attributes:
+        name: for messages, for instance "megatron tp=2 pp=1 dp=2".
+        tensors: canonical tensors by Hugging Face name; tied aliases are not among them.
+        params: per rank, local parameters by local name, with their local shapes.
+        shards: per rank, the blocks; normalised to one order, so that equal layouts are equal.
+        pads: per rank, the blocks that hold no tensor.
+        tied: alias -> canonical name, for instance {"lm_head.weight": "model.embed_tokens.weight"}.
+
+    Raises:
+        LayoutError: numbers of ranks differ, an unknown tensor, parameter or dtype, a block that does not fit, or a
+            parameter that shards and pads do not tile exactly.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorSpec]
+    params: tuple[Mapping[str, TensorSpec], ...]
+    shards: tuple[tuple[Shard, ...], ...]
+    pads: tuple[tuple[Pad, ...], ...]
+    tied: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if not len(self.params) == len(self.shards) == len(self.pads) > 0:
+            counts = f"params {len(self.params)}, shards {len(self.shards)}, pads {len(self.pads)}"
+            raise LayoutError(f"layout {self.name}: numbers of ranks must be equal and > 0, got {counts}")
+
+        object.__setattr__(self, "shards", tuple(tuple(sorted(rank, key=_shard_key)) for rank in self.shards))
+        object.__setattr__(self, "pads", tuple(tuple(sorted(rank, key=_pad_key)) for rank in self.pads))
+        _check_tensors(self)
+        for rank in range(self.num_ranks):
+            _check_rank(self, rank)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of this side (of one replica, for a generator)."""
+        return len(self.params)
+
+    @property
+    def hash(self) -> str:
+        """blake2b-128 of all but `name`, hex; independent of dict order and process. Computed anew on every access."""
+        content = [
+            _spec_rows(self.tensors),
+            [_spec_rows(rank) for rank in self.params],
+            [[_shard_key(shard) for shard in rank] for rank in self.shards],
+            [[_pad_key(pad) for pad in rank] for rank in self.pads],
+            sorted(self.tied.items()),
+        ]
+        return content_hash(content)
+
+    def rank_bytes(self, rank: int) -> int:
+        """Bytes of all parameters of one rank, padding included."""
+        return sum(spec.num_bytes for spec in self.params[rank].values())
+
+
+def content_hash(content: object) -> str:
+    """Return blake2b-128 (hex) of nested lists, strings and ints, through canonical JSON."""
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _replaced(values: list[int], dim: int, value: int) -> Index:
+    """Return `values` as a tuple with one entry exchanged."""
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _spec_rows(specs: Mapping[str, TensorSpec]) -> list[tuple[str, Index, str]]:
+    return [(name, spec.shape, spec.dtype) for name, spec in sorted(specs.items())]
+
+
+def _shard_key(shard: Shard) -> tuple[str, Index, Index, str, Index]:
+    return shard.tensor, shard.box.start, shard.box.shape, shard.param, shard.param_start
+
+
+def _pad_key(pad: Pad) -> tuple[str, Index, Index]:
+    return pad.param, pad.box.start, pad.box.shape
+
+
+def _check_tensors(layout: Layout) -> None:
+    specs = [layout.tensors, *layout.params]
+    for name, spec in (item for mapping in specs for item in mapping.items()):
+        if spec.dtype not in DTYPE_BYTES:
+            raise LayoutError(
+                f"layout {layout.name}: {name} has dtype {spec.dtype}, known are {', '.join(DTYPE_BYTES)}"
+            )
+
+    for alias, tensor in layout.tied.items():
+        if alias in layout.tensors or tensor not in layout.tensors:
+            raise LayoutError(f"layout {layout.name}: {alias} is tied to {tensor}: only the latter may be a tensor")
+
+
+def _check_rank(layout: Layout, rank: int) -> None:
+    """Check one rank: every block fits on both sides, and the blocks of each parameter tile it."""
+    where = f"layout {layout.name}, rank {rank}"
+    blocks: dict[str, list[Box]] = {param: [] for param in layout.params[rank]}
+    for shard in layout.shards[rank]:
+        tensor = layout.tensors.get(shard.tensor)
+        if tensor is None:
+            raise LayoutError(f"{where}: {shard.param} holds {shard.tensor}, which is not a tensor of the layout")
+
+        if not _is_inside(shard.box, tensor.shape):
+            raise LayoutError(f"{where}: box {shard.box} is not inside {shard.tensor} of shape {tensor.shape}")
+
+        _add_block(layout, rank, blocks, shard.param, shard.param_box, shard.tensor)
+
+    for pad in layout.pads[rank]:
+        _add_block(layout, rank, blocks, pad.param, pad.box, "padding")
+
+    for param, boxes in blocks.items():
+        _check_tiled(f"{where}: {param}", layout.params[rank][param], boxes)
+
+
+def _add_block(layout: Layout, rank: int, blocks: dict[str, list[Box]], param: str, box: Box, content: str) -> None:
+    spec = layout.params[rank].get(param)
+    if spec is None:
+        raise LayoutError(
+            f"layout {layout.name}, rank {rank}: {content} lies in {param}, which this rank does not have"
+        )
+
+    if not _is_inside(box, spec.shape):
+        raise LayoutError(
+            f"layout {layout.name}, rank {rank}: {content} at {box} is not inside {param} of shape {spec.shape}"
+        )
+
+    blocks[param].append(box)
+
+
+def _is_inside(box: Box, shape: Index) -> bool:
+    return (
+        len(box.start) == len(box.shape) == len(shape)
+        and all(size > 0 for size in box.shape)
+        and all(start >= 0 for start in box.start)
+        and all(stop <= size for stop, size in zip(box.stop, shape, strict=True))
+    )
+
+
+def _check_tiled(where: str, spec: TensorSpec, boxes: Iterable[Box]) -> None:
+    """Raise unless the boxes cover the parameter exactly once: none overlaps another and the sizes add up."""
+    ordered = sorted(boxes, key=lambda box: (box.start, box.shape))
+    covered = sum(box.num_elements for box in ordered)
+    if covered != spec.num_elements:
+        raise LayoutError(f"{where}: shards and pads cover {covered} of {spec.num_elements} elements")
+
+    # Neighbours in row order are compared first (nearly always enough to be sure: they follow one another in dim 0).
+    if all(first.stop[:1] <= second.start[:1] for first, second in pairwise(ordered)):
+        return
+
+    for position, first in enumerate(ordered):
+        for second in ordered[position + 1 :]:
+            if second.start[:1] >= first.stop[:1]:
+                break
+
+            if first.intersect(second) is not None:
+                raise LayoutError(f"{where}: {first} and {second} overlap")
