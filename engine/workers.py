@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -188,7 +188,7 @@ class Cluster:
         import ray.exceptions
 
         wanted = {DEVICE_RESOURCE: float(spec.num_devices)}
-        total = ray.cluster_resources().get(DEVICE_RESOURCE, 0.0)
+        total = _resources()[0]
         if total < spec.num_devices:
             raise PlacementError(self._no_room(spec, wanted))
 
@@ -207,19 +207,70 @@ class Cluster:
         return worker
 
     def _no_room(self, spec: WorkerSpec, wanted: Mapping[str, float]) -> str:
-        import ray
-
-        total, free = ray.cluster_resources(), ray.available_resources()
+        total, free = _resources()
         return (
             f"no room for {spec.name} within {self._spec.placement_deadline_s:g} s: it wants "
-            f"{wanted[DEVICE_RESOURCE]:g} device slot(s); the cluster has {total.get(DEVICE_RESOURCE, 0):g}, "
-            f"{free.get(DEVICE_RESOURCE, 0):g} of them free. Raise cluster.devices, or use fewer ranks or replicas"
+            f"{wanted[DEVICE_RESOURCE]:g} device slot(s); the cluster has {total:g}, {free:g} of them free. "
+            "Raise cluster.devices, or use fewer ranks or replicas"
         )
 
     def _remove_temp_dir(self) -> None:
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
             self._temp_dir = None
+
+
+async def call_all(
+    workers: Sequence[Worker],
+    method: str,
+    *args: Any,  # noqa: ANN401
+    deadline_s: float | None,
+    each: Sequence[tuple[Any, ...]] | None = None,
+    grace_s: float = 5.0,
+) -> tuple[Any, ...]:
+    """Run `method` on all workers at once; answers in the workers' order.
+
+    Args:
+        args: the same for all.
+        each: further arguments, one tuple a worker.
+        grace_s: after a first error the others have so long to answer. A rank whose peer died fails too, and often
+            sooner than Ray notices the death: with a little patience the error names the one that died.
+
+    Raises:
+        WorkerDied: one died; else the first error by time.
+    """
+    answers: list[Any] = [None] * len(workers)
+    extra = each if each is not None else [()] * len(workers)
+    errors: list[WorkerError | WorkerDied | WorkerTimeout] = []
+
+    async with anyio.create_task_group() as tasks:
+
+        async def call_one(index: int) -> None:
+            try:
+                answers[index] = await workers[index].call(method, *args, *extra[index], deadline_s=deadline_s)
+            except (WorkerError, WorkerDied, WorkerTimeout) as error:
+                errors.append(error)
+                died = isinstance(error, WorkerDied)
+                tasks.cancel_scope.deadline = min(
+                    tasks.cancel_scope.deadline, anyio.current_time() + (0.0 if died else grace_s)
+                )
+
+        for index in range(len(workers)):
+            tasks.start_soon(call_one, index)
+
+    if errors:
+        raise next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
+
+    return tuple(answers)
+
+
+def _resources() -> tuple[float, float]:
+    """Device slots of the cluster: all, and free ones."""
+    import ray
+
+    untyped: Any = ray
+    total, free = untyped.cluster_resources(), untyped.available_resources()
+    return total.get(DEVICE_RESOURCE, 0.0), free.get(DEVICE_RESOURCE, 0.0)
 
 
 def _ray_environment() -> dict[str, str]:

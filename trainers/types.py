@@ -96,3 +96,23 @@ class StepResult:
     skipped: bool
     timings_ms: Mapping[str, float]
     peak_memory_bytes: tuple[int, ...]
+
+    @classmethod
+    def skip(cls, step: int) -> StepResult:
+        """The result of a step without a gradient: a version of the same bits, and nothing ran."""
+        return cls(
+            step=step,
+            version=WeightVersion(step + 1),
+            loss=0.0,
+            grad_norm=0.0,
+            lr=0.0,
+            entropy=0.0,
+            clip_fraction=0.0,
+            ratio_max=1.0,
+            generator_kl=0.0,
+            num_tokens=0,
+            digests={},
+            skipped=True,
+            timings_ms={},
+            peak_memory_bytes=(),
+        )
