@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from asyncrl.types import Group, Prompt, Trajectory
+from asyncrl.types import Group, Trajectory
 from engine.types import FloatArray
 from trainers.advantages import group_relative
-from trainers.types import Batch, MicroBatch
+from trainers.types import Batch, LongArray, MicroBatch
+
+_Array = TypeVar("_Array", FloatArray, LongArray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +33,11 @@ class BatchSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    prompt: Prompt
+    prompt_ids: LongArray  # shared by the group
+    prompt_zeros: FloatArray  # as long as the prompt, shared by the group
     trajectory: Trajectory
     advantage: float
-
-    @property
-    def num_positions(self) -> int:
-        return len(self.prompt.token_ids) + len(self.trajectory.token_ids) - 1
+    num_tokens: int
 
 
 def make_batch(step: int, groups: Sequence[Group], spec: BatchSpec) -> Batch:
@@ -50,10 +51,14 @@ def make_batch(step: int, groups: Sequence[Group], spec: BatchSpec) -> Batch:
     for group in groups:
         rewards = np.array([trajectory.reward for trajectory in group.trajectories], np.float64)
         advantages = group_relative(rewards, normalize_std=spec.normalize_std)
+        prompt_ids = np.array(group.prompt.token_ids, np.int64)
+        prompt_zeros = np.zeros(len(prompt_ids), np.float32)
         for trajectory, advantage in zip(group.trajectories, advantages.tolist(), strict=True):
-            num_loss_tokens += int(trajectory.loss_mask.sum())
-            if advantage != 0.0 and trajectory.loss_mask.any():
-                sequences.append(_Sequence(group.prompt, trajectory, advantage))
+            num_trained = int(np.count_nonzero(trajectory.loss_mask))
+            num_loss_tokens += num_trained
+            if advantage != 0.0 and num_trained:
+                num_tokens = len(prompt_ids) + len(trajectory.token_ids)
+                sequences.append(_Sequence(prompt_ids, prompt_zeros, trajectory, advantage, num_tokens))
     shares = _spread(sequences, spec.dp)
     oldest = [v for s in sequences if (v := s.trajectory.oldest_version) is not None]
     return Batch(
@@ -64,67 +69,62 @@ def make_batch(step: int, groups: Sequence[Group], spec: BatchSpec) -> Batch:
     )
 
 
-def _spread(sequences: Sequence[_Sequence], dp: int) -> list[list[_Sequence]]:
+def _spread(sequences: list[_Sequence], dp: int) -> list[list[_Sequence]]:
     """Give every DP rank about the same number of positions: longest first, to the rank that has least so far."""
+    ordered = sorted(sequences, key=lambda s: -s.num_tokens)  # stable: ties keep the run's order
+    if dp == 1:
+        return [ordered]
+
     shares: list[list[_Sequence]] = [[] for _ in range(dp)]
     loads = [0] * dp
-    for sequence in sorted(sequences, key=lambda s: -s.num_positions):  # stable: ties keep the run's order
+    for sequence in ordered:
         rank = loads.index(min(loads))
         shares[rank].append(sequence)
-        loads[rank] += sequence.num_positions
+        loads[rank] += sequence.num_tokens
     return shares
 
 
 def _cut(sequences: Sequence[_Sequence], micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
     """Cut one rank's share by the token budget. A rank without a share gets one masked position: it must take part."""
     micro_batches: list[MicroBatch] = []
-    current: list[_Sequence] = []
-    num_positions = 0
-    for sequence in sequences:
-        if current and num_positions + sequence.num_positions > micro_batch_tokens:
-            micro_batches.append(_pack(current))
-            current, num_positions = [], 0
-        current.append(sequence)
-        num_positions += sequence.num_positions
-    if current:
-        micro_batches.append(_pack(current))
+    start = num_positions = 0
+    for index, sequence in enumerate(sequences):
+        num_more = sequence.num_tokens - 1
+        if index > start and num_positions + num_more > micro_batch_tokens:
+            micro_batches.append(_pack(sequences[start:index]))
+            start, num_positions = index, 0
+        num_positions += num_more
+    if start < len(sequences):
+        micro_batches.append(_pack(sequences[start:]))
     return tuple(micro_batches) if micro_batches else (_masked_micro_batch(),)
 
 
 def _pack(sequences: Sequence[_Sequence]) -> MicroBatch:
-    token_ids, labels, masks, advantages, logprobs = [], [], [], [], []
-    for sequence in sequences:
-        prompt_ids, trajectory = sequence.prompt.token_ids, sequence.trajectory
-        joined = np.concatenate((np.array(prompt_ids, np.int64), trajectory.token_ids))
-        no_loss = np.zeros(len(prompt_ids) - 1, np.float32)
-        token_ids.append(joined[:-1])
-        labels.append(joined[1:])
-        masks += (no_loss, trajectory.loss_mask)
-        advantages += (no_loss, trajectory.loss_mask * np.float32(sequence.advantage))
-        logprobs += (no_loss, trajectory.generator_logprobs * trajectory.loss_mask)
+    """Lay the sequences one after the other, then drop each one's last token (nothing follows) or first (no label)."""
+    lengths = np.array([sequence.num_tokens for sequence in sequences])
+    stops = np.cumsum(lengths)
+    is_read, is_label = np.ones(stops[-1], np.bool_), np.ones(stops[-1], np.bool_)
+    is_read[stops - 1] = False
+    is_label[stops - lengths] = False
+    tokens = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.trajectory.token_ids)])
+    mask = np.concatenate([part for s in sequences for part in (s.prompt_zeros, s.trajectory.loss_mask)])
+    logprobs = np.concatenate([part for s in sequences for part in (s.prompt_zeros, s.trajectory.generator_logprobs)])
+    advantages = np.repeat(np.array([s.advantage for s in sequences], np.float32), lengths)
     return MicroBatch(
-        token_ids=_frozen(np.concatenate(token_ids)),
-        labels=_frozen(np.concatenate(labels)),
-        lengths=tuple(sequence.num_positions for sequence in sequences),
-        loss_mask=_frozen_float(masks),
-        advantages=_frozen_float(advantages),
-        generator_logprobs=_frozen_float(logprobs),
+        token_ids=_frozen(tokens.astype(np.int64, copy=False)[is_read]),
+        labels=_frozen(tokens.astype(np.int64, copy=False)[is_label]),
+        lengths=tuple((lengths - 1).tolist()),
+        loss_mask=_frozen(mask[is_label]),
+        advantages=_frozen((advantages * mask)[is_label]),
+        generator_logprobs=_frozen((logprobs * mask)[is_label]),
     )
 
 
 def _masked_micro_batch() -> MicroBatch:
     zero, one = np.zeros(1, np.float32), np.zeros(1, np.int64)
-    return MicroBatch(
-        token_ids=one, labels=one, lengths=(1,), loss_mask=zero, advantages=zero, generator_logprobs=zero
-    )
+    return MicroBatch(token_ids=one, labels=one, lengths=(1,), loss_mask=zero, advantages=zero, generator_logprobs=zero)
 
 
-def _frozen_float(pieces: Sequence[FloatArray]) -> FloatArray:
-    joined = np.concatenate(pieces).astype(np.float32, copy=False)
-    joined.flags.writeable = False
-    return joined
-
-
-def _frozen(joined: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _frozen(joined: _Array) -> _Array:
     joined.flags.writeable = False
     return joined

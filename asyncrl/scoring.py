@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,7 +44,7 @@ class Scorer:
         """
         samples = [sample for result in results for sample in _split(result)]
         assert len(samples) == len(prompts) * samples_per_prompt, (len(samples), len(prompts), samples_per_prompt)
-        texts = self._decode([self._without_stop(sample[0]) for sample in samples])
+        texts = self._decode([self._without_stop(sample.token_list) for sample in samples])
         groups: list[Group] = []
         for index, prompt in enumerate(prompts):
             trajectories: list[Trajectory] = []
@@ -57,14 +60,14 @@ class Scorer:
         return tuple(groups)
 
     def _judge(self, prompt: Prompt, sample_index: int, sample: _Sample, text: str) -> Trajectory | SampleFailure:
-        token_ids, logprobs, versions, finish_reason = sample
         completion = Completion(
             prompt=prompt.text,
             response=text,
-            token_ids=tuple(token_ids.tolist()),
-            finished=finish_reason == "stop",
+            token_ids=sample.token_list,
+            finished=sample.finish_reason == "stop",
             answer=prompt.answer,
         )
+        failure: SampleFailure | None = None
         for attempt in range(self._max_attempts):
             try:
                 score = _as_score(self._reward(completion))
@@ -82,23 +85,30 @@ class Scorer:
                     sample_index=sample_index,
                     draw=0,
                     attempt=attempt,
-                    token_ids=token_ids,
-                    loss_mask=_ones(len(token_ids)),
-                    generator_logprobs=logprobs,
-                    versions=version_spans(versions),
+                    token_ids=sample.token_ids,
+                    loss_mask=_ones(len(sample.token_list)),
+                    generator_logprobs=sample.logprobs,
+                    versions=sample.versions,
                     reward=score.reward,
                     correct=score.correct,
-                    finish_reason=finish_reason,
+                    finish_reason=sample.finish_reason,
                 )
 
+        assert failure is not None, "max_attempts must be >= 1"
         return failure
 
-    def _without_stop(self, token_ids: IntArray) -> list[int]:
-        ids: list[int] = token_ids.tolist()
-        return ids[:-1] if ids and ids[-1] in self._stop_token_ids else ids
+    def _without_stop(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        return token_ids[:-1] if token_ids and token_ids[-1] in self._stop_token_ids else token_ids
 
 
-_Sample = tuple[IntArray, FloatArray, IntArray, str]
+class _Sample(NamedTuple):
+    """One response's pieces of a result's columns; read-only views, so that no later stage changes an earlier one's."""
+
+    token_ids: IntArray
+    token_list: tuple[int, ...]
+    logprobs: FloatArray
+    versions: tuple[VersionSpan, ...]
+    finish_reason: str
 
 
 def version_spans(versions: IntArray) -> tuple[VersionSpan, ...]:
@@ -109,9 +119,6 @@ def version_spans(versions: IntArray) -> tuple[VersionSpan, ...]:
     if len(versions) == 0:
         return ()
 
-    if versions[0] == versions[-1] and (versions == versions[0]).all():  # the usual case, without the general way
-        return (VersionSpan(start=0, stop=len(versions), version=WeightVersion(int(versions[0]))),)
-
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
     stops = [*starts[1:], len(versions)]
     return tuple(
@@ -121,25 +128,35 @@ def version_spans(versions: IntArray) -> tuple[VersionSpan, ...]:
 
 
 def _split(result: GenerateResult) -> Iterator[_Sample]:
-    """Cut the columns into samples. The pieces are read-only views: a later stage cannot change an earlier one's."""
     for column in (result.token_ids, result.logprobs, result.versions):
         column.flags.writeable = False
-    stops = np.cumsum(result.lengths).tolist()
+    token_list = tuple(result.token_ids.tolist())
+    only = int(result.versions[0]) if len(token_list) and (result.versions == result.versions[0]).all() else None
     start = 0
-    for stop, finish_reason in zip(stops, result.finish_reasons, strict=True):
-        yield result.token_ids[start:stop], result.logprobs[start:stop], result.versions[start:stop], finish_reason
-        start = stop
+    for length, finish_reason in zip(result.lengths.tolist(), result.finish_reasons, strict=True):
+        part = slice(start, start + length)
+        versions = _one_span(length, only) if only is not None else version_spans(result.versions[part])
+        yield _Sample(result.token_ids[part], token_list[part], result.logprobs[part], versions, finish_reason)
+        start += length
+
+
+@lru_cache(maxsize=1024)
+def _one_span(length: int, version: int) -> tuple[VersionSpan, ...]:
+    """The usual case, one version all along; the frozen span is shared."""
+    return (VersionSpan(start=0, stop=length, version=WeightVersion(version)),) if length else ()
 
 
 def _as_score(value: Score | float) -> Score:
     score = value if isinstance(value, Score) else Score(reward=float(value), correct=None)
-    if not np.isfinite(score.reward):
+    if not math.isfinite(score.reward):
         raise ValueError(f"the reward is {score.reward}; it must be a finite number")
 
     return score
 
 
+@lru_cache(maxsize=1024)
 def _ones(length: int) -> FloatArray:
+    """Every token of a response is the model's own; the read-only array is shared."""
     ones = np.ones(length, np.float32)
     ones.flags.writeable = False
     return ones
