@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": ("asyncrl.train", "run a recipe: rollouts and training side by side"),
-    "schema": ("asyncrl.schema.__main__", "print the JSON schema of recipes, for editors"),
+    "schema": ("asyncrl.schema", "print the JSON schema of recipes, for editors"),
 }
 """Subcommand -> (module with its `main`, one line of help)."""
 
