@@ -50,11 +50,6 @@ class Run:
     box: Box
     offset: int
 
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Index of the block in the parameter."""
-        return self.box.slices
-
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
@@ -157,6 +152,23 @@ def cut(box: Box, capacity: int) -> Iterator[Box]:
         todo.extend(reversed(blocks[1:]))
 
 
+def chunks(runs: Iterable[Run], capacity: int) -> list[list[Run]]:
+    """Cut runs into consecutive groups of at most `capacity` elements: what is moved, then hashed, in one go."""
+    groups: list[list[Run]] = []
+    room = 0
+    for run in runs:
+        offset = run.offset
+        for box in cut(run.box, capacity):
+            if not groups or box.num_elements > room:
+                groups.append([])
+                room = capacity
+
+            groups[-1].append(Run(run.param, box, offset))
+            offset += box.num_elements
+            room -= box.num_elements
+    return groups
+
+
 def _split(shape: Index, room: int, capacity: int) -> list[_Block]:
     """Split a block of `shape` into a head of at most `room` elements and the rest.
 
@@ -224,6 +236,7 @@ def shifted(start: Index, shift: Index) -> Index:
 
 
 def difference(first: Index, second: Index) -> Index:
+    """Subtract dim by dim."""
     return tuple(a - b for a, b in zip(first, second, strict=True))
 
 
