@@ -172,7 +172,7 @@ def _left_processes(token: str) -> list[str]:
 
 
 def _session_processes(token: str) -> list[psutil.Process]:
-    """Return our descendants (a forked one shows an old environment) and who has the variable (daemons have left us)."""
+    """Return our descendants (a forked one shows an old environment) and who has the variable (daemons left us)."""
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,10 +77,12 @@ def test_left_process_fails_the_session(tmp_path: Path) -> None:
     leak = """
 import subprocess, sys
 def test_it():
-    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'])"
-    subprocess.run([sys.executable, "-c", code], check=True)  # the grandchild has lost its parent, as Ray's daemons do
+    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)']).pid)"
+    with open("pid", "w") as pid:  # of the grandchild, that has lost its parent, as Ray's daemons do
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=pid)
 """
     status, output = run_session(tmp_path, tests=leak, appended="\n_DYING_S = 0.2\n")
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     assert "1 passed" in output
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert "SESSION FAILED: left running: process" in output
@@ -107,10 +110,14 @@ def test_it():
         code += "; print(flush=True); time.sleep(20)"
         conftest.other = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, env={{}})
         conftest.other.stdout.readline()
+        pathlib.Path("pid").write_text(str(conftest.other.pid))
 """
     appended = f"\n_SHARED_MEMORY = Path({str(shared)!r})\n_DYING_S = 0.2\n"
     appended += "\n_session_processes = lambda token: []\n"  # the other run is no process of this session
     status, output = run_session(tmp_path, tests=tests, appended=appended)
+    if held_by == "another run":
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
     assert "1 passed" in output
     assert status == (0 if held_by == "another run" else pytest.ExitCode.TESTS_FAILED), output
     assert (f"left in shared memory: {folder}" in output) == (held_by != "another run")
