@@ -1,9 +1,10 @@
-"""What crosses the trainer's process border: Batch in, StepResult out. All frozen."""
+"""What crosses the trainer's process border: specs and Batch in, StepResult out. All frozen, no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -116,3 +117,134 @@ class StepResult:
             timings_ms={},
             peak_memory_bytes=(),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW and its learning rate.
+
+    Attributes:
+        lr: peak learning rate, after warm-up.
+        betas, eps, weight_decay: of AdamW (arXiv 1711.05101, algorithm 2). Biases and norms are not decayed.
+        clip_grad: largest gradient norm; 0 switches clipping off.
+        distributed: shard master weights and moments over the DP ranks (ZeRO-1, arXiv 1910.02054).
+        schedule: what the learning rate does after warm-up.
+        warmup_steps: step s < warmup_steps uses lr * (s + 1) / warmup_steps.
+        decay_steps: step at which "linear" and "cosine" have come down to lr * min_lr_ratio, and stay there.
+        min_lr_ratio: see `decay_steps`.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    distributed: bool = True
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    min_lr_ratio: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """The objective, see `losses.policy_loss`.
+
+    Attributes:
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        entropy_coef: how much a nat of entropy is worth.
+        temperature: of the generator's sampling; the trainer's logits are divided by it too.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    entropy_coef: float = 0.0
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """Everything that the training ranks need to know; the same object for all of them.
+
+    Attributes:
+        model_dir: Hugging Face folder (config.json, safetensors, tokenizer) with the initial weights.
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes; `tp * pp * dp` ranks.
+        dtype: "float32" or "bfloat16", of parameters and activations. Master weights are always float32.
+        optimizer, loss: see there.
+        seed: the run's seed.
+        cpus: the cores that each rank is pinned to, in rank order; None pins nothing.
+        num_threads: torch threads of one rank; None is one thread a pinned core, or 1 without pinning.
+        collective_timeout_s: how long a collective waits for the other ranks before it raises.
+    """
+
+    model_dir: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    optimizer: OptimizerSpec
+    loss: LossSpec
+    seed: int
+    cpus: tuple[tuple[int, ...], ...] | None = None
+    num_threads: int | None = None
+    collective_timeout_s: float = 300.0
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the trainer."""
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """What a training rank is, once it has started.
+
+    Attributes:
+        rank: global rank; tp_rank, pp_rank, dp_rank: its place.
+        pid: of its process.
+        device: "cpu" or "cuda:0".
+        num_parameters: elements that the rank holds.
+        timings_s: import, build (model and optimizer), load (weights).
+        peak_memory_bytes: most resident memory so far.
+    """
+
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    pid: int
+    device: str
+    num_parameters: int
+    timings_s: Mapping[str, float]
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What `StepResult` reports about the loss, already reduced: the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    entropy: float
+    clip_fraction: float
+    ratio_max: float
+    generator_kl: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStepResult:
+    """One rank's part of a step.
+
+    Attributes:
+        metrics: the same on every rank.
+        digests: bucket id -> xxh3_128, of the buckets that this rank writes.
+        timings_ms: forward_backward, optimizer, snapshot, total.
+        peak_memory_bytes: most resident memory so far.
+    """
+
+    metrics: StepMetrics
+    digests: Mapping[int, str]
+    timings_ms: Mapping[str, float]
+    peak_memory_bytes: int
