@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import numbers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -231,3 +233,19 @@ def metrics_table() -> Iterator[str]:
     yield "|---|---|---|"
     for metric in METRICS:
         yield f"| `{metric.name}` | {metric.unit or '-'} | {metric.description} |"
+
+
+def to_json(values: Mapping[str, object], *, indent: int | None = None) -> str:
+    """Return strict JSON, on one line unless `indent` is given.
+
+    Non-finite floats become "NaN", "Infinity" and "-Infinity" (as wandb writes them; `float` reads them back), because
+    JSON has no such numbers.
+    """
+    return json.dumps({key: _finite(value) for key, value in values.items()}, allow_nan=False, indent=indent)
+
+
+def _finite(value: object) -> object:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
