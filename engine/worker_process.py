@@ -1,0 +1,49 @@
+"""What a worker does to its own process: keep to its cores, leave Ctrl-C to the driver, say how much memory it took."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+_TASKS = Path("/proc/self/task")
+
+
+def pin_threads(cpus: Collection[int]) -> None:
+    """Bind every thread of this process to the cores `cpus`; threads started later inherit it.
+
+    Call it first and again after libraries have started: some threads were made by threads bound elsewhere.
+
+    Raises:
+        ValueError: no core, or one that this machine or container does not give us.
+    """
+    wanted, available = set(cpus), set(range(os.cpu_count() or 1))
+    if not wanted or not wanted <= available:
+        raise ValueError(f"cpus {sorted(wanted)} cannot be used: choose from {sorted(available)}")
+
+    for task in _TASKS.iterdir():
+        try:
+            os.sched_setaffinity(int(task.name), wanted)
+        except ProcessLookupError:
+            continue  # the thread has ended since
+        except OSError as error:
+            allowed = sorted(os.sched_getaffinity(0))
+            raise ValueError(f"cpus {sorted(wanted)} cannot be used: this process may use {allowed}") from error
+
+
+def ignore_interrupt() -> None:
+    """Ignore SIGINT: a Ctrl-C reaches every process of the terminal, and it is the driver that ends its workers.
+
+    Signal handlers belong to the main thread; from another one this does nothing (Ray starts workers with SIGINT
+    blocked in any case).
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
