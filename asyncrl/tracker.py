@@ -75,7 +75,8 @@ class WandbTracker:
         mode: "online", "offline", "disabled" (wandb is not even imported), or "auto": what $WANDB_MODE says, else
             online where an API key is configured, else offline.
         project, entity, group, tags: where the run stands in wandb.
-        run_id: the run's own id, the same after a resume, which then continues the wandb run.
+        run_id: the run's own id, the same after a resume, which then continues the wandb run (steps that are trained
+            again have two points there; metrics.jsonl has one).
         config: the resolved recipe as plain values, references to the environment unresolved.
         resume: whether this process continues an earlier one.
     """
