@@ -98,7 +98,7 @@ def _check_source(path: str, source: Source) -> Iterator[Problem]:
             yield Problem(path=f"{path}.path", value=source.path, text=f"no such file in {Path.cwd()}")
 
         if source.args and source.task is None:
-            yield Problem(path=f"{path}.args", value=source.args, text="only a task takes arguments, a file has none")
+            yield Problem(path=f"{path}.args", value=source.args, text=f"a file takes no arguments; {path}.args=null")
 
     if source.task is not None:
         yield from _check_import_path(f"{path}.task", source.task)

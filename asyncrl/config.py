@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from asyncrl.checks import check_model, check_recipe
 from asyncrl.machine import Machine, this_machine
 from asyncrl.model_source import peek_config
-from asyncrl.recipe_errors import Problem, RecipeError, describe_validation_error, find_written, show
+from asyncrl.recipe_errors import Problem, RecipeError, describe_validation_error, find_written, hide_environment, show
 from asyncrl.schema import Recipe
 
 if TYPE_CHECKING:
@@ -60,14 +60,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), machine: Machin
         merged = cast("DictConfig", OmegaConf.merge(merged, _parse_override(override)))
 
     raw = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=False))
+    resolved = _resolve(merged, raw)
     try:
-        recipe = Recipe.model_validate_json(json.dumps(_resolve(merged, raw)))
+        recipe = Recipe.model_validate_json(json.dumps(resolved))
     except ValidationError as error:
-        raise RecipeError(*describe_validation_error(error, raw)) from None
+        lines = describe_validation_error(error, raw)
+        raise RecipeError(*hide_environment(lines, raw, resolved)) from None
 
     problems = _check(recipe, machine if machine is not None else this_machine())
     if problems:
-        raise RecipeError(*(problem.describe(raw) for problem in problems))
+        raise RecipeError(*hide_environment((problem.describe(raw) for problem in problems), raw, resolved))
 
     public = cast("dict[str, Any]", _keep_interpolations(recipe.model_dump(mode="json"), raw))
     return LoadedRecipe(recipe=recipe, unresolved_yaml=OmegaConf.to_yaml(OmegaConf.create(public)), public=public)

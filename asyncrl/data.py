@@ -262,8 +262,9 @@ class TaskPrompts:
 
 def _open_task(source: Source, key: str) -> _Task:
     assert source.task is not None
-    function = load_callable(source.task, source.args, key=f"{key}.task")
-    return _Task(path=source.task, function=function, args=dict(source.args))
+    args = source.args or {}
+    function = load_callable(source.task, args, key=f"{key}.task")
+    return _Task(path=source.task, function=function, args=dict(args))
 
 
 def _held_out_rows(task: _Task, count: int, reader: _Reader) -> tuple[_Row, ...]:

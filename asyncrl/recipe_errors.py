@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -80,6 +80,38 @@ def describe_validation_error(error: ValidationError, raw: Mapping[str, Any]) ->
     return tuple(lines.values())
 
 
+def hide_environment(lines: Iterable[str], raw: object, resolved: object) -> tuple[str, ...]:
+    """Replace every text that came out of the environment by its reference, wherever a line quotes it."""
+    references = dict(_environment_values(raw, resolved))
+    hidden = []
+    for line in lines:
+        for value in sorted(references, key=len, reverse=True):
+            line = line.replace(value, references[value])
+
+        hidden.append(line)
+    return tuple(hidden)
+
+
+def _environment_values(raw: object, resolved: object) -> Iterator[tuple[str, str]]:
+    """Yield (value, reference) of every text, two characters or more, that the environment gave."""
+    if isinstance(raw, str) and "oc.env" in raw:
+        yield from ((value, raw) for value in _texts(resolved) if len(value) > 1)
+    elif isinstance(raw, Mapping) and isinstance(resolved, Mapping):
+        for key, value in raw.items():
+            yield from _environment_values(value, resolved.get(key))
+    elif isinstance(raw, list) and isinstance(resolved, list):
+        for before, after in zip(raw, resolved, strict=True):
+            yield from _environment_values(before, after)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(entry)
+
+
 def _locate(loc: Sequence[int | str]) -> tuple[str, type[Section], str]:
     """Return the dotted path of the refused key, its section and its name.
 
@@ -118,7 +150,7 @@ def _describe(details: ErrorDetails, path: str, section: type[Section], key: str
 
     node = schema["properties"][key]
     allowed = _allowed(node, schema.get("$defs", {}))
-    if details["type"] == "missing":
+    if details["type"] == "missing" and len(details["loc"]) == path.count(".") + 1:
         return f"{path}: missing; must be {allowed}"
 
     value = _value_at(raw, path)
@@ -126,9 +158,9 @@ def _describe(details: ErrorDetails, path: str, section: type[Section], key: str
         return f"{path} = {show(value)}: not available yet; must be {allowed}"
 
     hint = ""
-    if find_written(raw, path) is not None and "oc.env" in find_written(raw, path):  # type: ignore[operator]
+    if "oc.env" in (find_written(raw, path) or ""):
         hint = "; the environment gives text: ${oc.decode:${oc.env:NAME}} makes it a number or a list"
-    elif '"type": "string"' in json.dumps(node) and isinstance(value, int | float):
+    elif isinstance(value, int | float) and any(_is_free_text(part) for part in (node, *node.get("anyOf", ()))):
         hint = "; put it in quotes"
 
     return f"{path} = {_shown(details, path, raw)}: must be {allowed}{hint}"
@@ -157,7 +189,7 @@ def _suggest(path: str, section: type[Section], key: str) -> str:
         return f"nearest known key: {prefix}{near[0]}; known here: {known}"
 
     places: dict[str, str] = {}
-    for place in _all_paths(Recipe):
+    for place in all_paths(Recipe):
         places.setdefault(place.rpartition(".")[2], place)
 
     near = difflib.get_close_matches(key, places, n=1, cutoff=0.75)
@@ -165,13 +197,13 @@ def _suggest(path: str, section: type[Section], key: str) -> str:
     return f"{elsewhere}known here: {known}"
 
 
-def _all_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+def all_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
     """Yield the dotted path of every key, outer ones first."""
     yield from (f"{prefix}{name}" for name in section.model_fields)
     for name, field in section.model_fields.items():
         nested = _nested_section(field.annotation)
         if nested is not None:
-            yield from _all_paths(nested, f"{prefix}{name}.")
+            yield from all_paths(nested, f"{prefix}{name}.")
 
 
 def _allowed(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
@@ -198,6 +230,10 @@ def _allowed(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
     names = {"string": "text", "boolean": "true or false", "null": "null", "object": "a mapping"}
     return names.get(str(kind), "a value") + (" that is not empty" if node.get("minLength") else "")
+
+
+def _is_free_text(node: Mapping[str, Any]) -> bool:
+    return node.get("type") == "string" and "const" not in node and "enum" not in node
 
 
 def _bounds(node: Mapping[str, Any]) -> str:

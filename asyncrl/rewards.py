@@ -57,8 +57,8 @@ def load_reward(section: Reward) -> RewardFunction:
     Raises:
         ValueError: the import path leads nowhere or the arguments do not fit; see `imports.load_callable`.
     """
-    function = load_callable(section.function, section.args, key="reward.function")
-    args, weight = dict(section.args), section.weight
+    args, weight = dict(section.args or {}), section.weight
+    function = load_callable(section.function, args, key="reward.function")
     if not args and weight == 1.0:
         return function
 

@@ -77,7 +77,7 @@ class Source(Section):
     task: str | None = Field(
         default=None, min_length=1, description='A procedural source by import path, for instance "asyncrl.tasks:copy".'
     )
-    args: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the task.")
+    args: dict[str, JsonValue] | None = Field(default=None, description="Keyword arguments of the task.")
 
 
 class Data(Section):
@@ -97,5 +97,5 @@ class Reward(Section):
         min_length=1,
         description='Import path "module:function" or "path/to/file.py:function"; built in: asyncrl.rewards.',
     )
-    args: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the function.")
+    args: dict[str, JsonValue] | None = Field(default=None, description="Keyword arguments of the function.")
     weight: float = Field(default=1.0, description="Multiplies the reward.")
