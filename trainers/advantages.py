@@ -34,7 +34,7 @@ def group_relative(rewards: npt.NDArray[np.float64], *, normalize_std: bool) -> 
     if rewards.size < 2 or (rewards == rewards[0]).all():  # the mean of equal floats may differ from them in a bit
         return np.zeros(rewards.shape, np.float32)
 
-    advantages = rewards - rewards.mean()
+    advantages: npt.NDArray[np.float64] = rewards - rewards.mean()
     if normalize_std:
         advantages /= rewards.std(ddof=1) + _EPSILON
     return advantages.astype(np.float32)

@@ -61,13 +61,12 @@ def policy_loss(
 
     Example: logprob -1, generator logprob -1.5, advantage 1: r = 1.65, clipped to 1.28, loss -1.28, no gradient.
     """
-    loss = clipped_surrogate(
-        logprobs, generator_logprobs, advantages, clip_low=spec.clip_low, clip_high=spec.clip_high
-    )
+    loss = clipped_surrogate(logprobs, generator_logprobs, advantages, clip_low=spec.clip_low, clip_high=spec.clip_high)
     if spec.entropy_coef != 0.0:
         loss = loss - spec.entropy_coef * entropy
 
     detached = logprobs.detach()
     ratio = (detached - generator_logprobs).exp()
-    is_clipped = ((advantages > 0) & (ratio > 1.0 + spec.clip_high)) | ((advantages < 0) & (ratio < 1.0 - spec.clip_low))
-    return TokenLoss(loss, ratio, is_clipped.float(), kl_k3(detached, generator_logprobs))
+    is_above = (advantages > 0) & (ratio > 1.0 + spec.clip_high)
+    is_below = (advantages < 0) & (ratio < 1.0 - spec.clip_low)
+    return TokenLoss(loss, ratio, (is_above | is_below).float(), kl_k3(detached, generator_logprobs))

@@ -32,8 +32,8 @@ class MegatronRank:
     """One rank of the Megatron trainer.
 
     Calls: `listen` on rank 0, then `start` on all ranks at once, `attach`, `snapshot`, then `step` by `step`. `start`,
-    `step`, `logprobs`, `save`, `load` and `export` are collective: every rank must get the call. Ranks are in Megatron's
-    default order, see `engine.families.megatron_coordinates`.
+    `step`, `logprobs`, `save`, `load` and `export` are collective: every rank must get the call. Ranks are in
+    Megatron's default order, see `engine.families.megatron_coordinates`.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
@@ -82,9 +82,7 @@ class MegatronRank:
         with _timed(timings, "build"):
             self._join(master_addr, master_port)
             dtype = megatron_model.torch_dtype(self._spec.dtype)
-            config = megatron_model.transformer_config(
-                self._hf_config, tp=self._spec.tp, pp=self._spec.pp, dtype=dtype
-            )
+            config = megatron_model.transformer_config(self._hf_config, tp=self._spec.tp, pp=self._spec.pp, dtype=dtype)
             module = megatron_model.build_model(self._hf_config, config)
         with _timed(timings, "load"):
             parameters = megatron_model.layout_parameters(module)
@@ -222,7 +220,7 @@ class MegatronRank:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         timeout = timedelta(seconds=self._spec.collective_timeout_s)
-        store = torch.distributed.TCPStore(
+        store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
             master_addr,
             master_port,
             self._spec.num_ranks,

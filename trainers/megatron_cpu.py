@@ -7,6 +7,8 @@ device `install` does nothing, and nothing in this file is used.
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 _VERSION = "0.16."
 _MARK = "_asyncrl_megatron_cpu"
+_NOT_NEEDED = ("wandb", "triton")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "arange")
 
 
@@ -29,7 +32,9 @@ def install() -> None:
     setattr(torch, _MARK, True)
     _patch_device()
     _patch_random_state()
-    _import_without_compiler()
+    _import_lightly()
+    _patch_optimizer_import()
+    _silence_runtime_warnings()
 
     import megatron.core
 
@@ -59,11 +64,11 @@ def _patch_device() -> None:
     # The tied embedding of the last pipeline stage is moved with `.cuda()`.
     _set(torch.Tensor, "cuda", lambda self, *_, **__: self)
     # Gradient clipping and the distributed optimizer compare `param.type()` with 'torch.cuda.FloatTensor'.
-    plain_type = torch.Tensor.type
+    plain_type: Callable[..., object] = torch.Tensor.type
 
     def cuda_type(self: torch.Tensor, *args: object, **kwargs: object) -> object:
         if args or kwargs:
-            return plain_type(self, *args, **kwargs)  # type: ignore[arg-type]
+            return plain_type(self, *args, **kwargs)
 
         return str(plain_type(self)).replace("torch.", "torch.cuda.", 1)
 
@@ -91,22 +96,57 @@ def _patch_random_state() -> None:
     _set(torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
 
 
-def _import_without_compiler() -> None:
-    """Megatron decorates functions with torch.compile while it is imported; compiling them costs more than it saves."""
+def _import_lightly() -> None:
+    """Import Megatron without what it only tries to import for its inference server (half of the time), and without
+    torch.compile, with which it decorates functions while it is imported: compiling them costs more than it saves here.
+    """
     compiler = torch.compile
 
     def keep(function: Callable[..., object] | None = None, **_: object) -> object:
         return function if function is not None else lambda decorated: decorated
 
+    absent = [name for name in _NOT_NEEDED if name not in sys.modules]
+    for name in absent:
+        sys.modules[name] = None  # type: ignore[assignment]  # makes `import` raise ImportError
     _set(torch, "compile", keep)
     try:
-        import megatron.core.jit
-
-        megatron.core.jit.disable_jit_fuser()
-        import megatron.core.models.gpt.gpt_model
-        import megatron.core.optimizer.distrib_optimizer  # noqa: F401
+        # It also says six times that Apex and Transformer Engine are missing, which on a CPU they always are.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+            _import_megatron()
     finally:
         torch.compile = compiler
+        for name in absent:
+            del sys.modules[name]
+
+
+def _import_megatron() -> None:
+    import megatron.core.jit
+
+    megatron.core.jit.disable_jit_fuser()
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.optimizer.distrib_optimizer
+
+
+def _patch_optimizer_import() -> None:
+    """torch.optim imports torch._dynamo (a second) at its first call, to keep a compiler away that does not run.
+
+    `torch._compile._disable_dynamo` keeps what it got from there on the function itself: put the function there.
+    """
+    for name in ("add_param_group", "state_dict", "load_state_dict"):
+        function = getattr(torch.optim.Optimizer, name).__wrapped__
+        function.__dynamo_disable = function
+
+
+def _silence_runtime_warnings() -> None:
+    """What this pair of versions says in every run, and nobody here can change."""
+    for message in (
+        r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",  # Megatron calls them
+        r"The \.grad attribute of a Tensor that is not a leaf",  # the distributed optimizer asks for it
+        r"full scope is deprecated",  # about Megatron's own default
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _patch_megatron_random_state() -> None:

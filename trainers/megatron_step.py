@@ -1,4 +1,4 @@
-"""One training step on one rank: forward and backward over packed micro-batches, checks, optimizer. torch and megatron."""
+"""One training step on one rank: forward and backward over packed micro-batches, checks, optimizer."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from trainers.losses import policy_loss
 from trainers.megatron_model import packed_sequences, torch_dtype
 from trainers.types import MicroBatch, OptimizerSpec, StepMetrics, TrainerSpec
 from trainers.vocab_parallel import VocabSlice, vocab_parallel_logprobs
+
 
 class _PackedTensors(NamedTuple):
     """A `MicroBatch` on the device. `rows` are the N of its T positions that are trained on."""
@@ -64,9 +65,14 @@ def make_optimizer(spec: OptimizerSpec, model: Any, dtype: torch.dtype) -> Any: 
     optimizer = get_megatron_optimizer(
         config, [model], get_standard_config_overrides(config), use_gloo_process_groups=False
     )
-    for group in optimizer.param_groups:
-        group["weight_decay"] = spec.weight_decay * group["wd_mult"]
+    set_hyperparameters(optimizer, spec)
     return optimizer
+
+
+def set_hyperparameters(optimizer: Any, spec: OptimizerSpec) -> None:  # noqa: ANN401
+    """Set what a loaded checkpoint may have changed. The learning rate is set anew at every step."""
+    for group in optimizer.param_groups:
+        group.update(betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay * group["wd_mult"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ class SequenceGroups:
 
     Attributes:
         shapes: (sequences, padded length) of each block.
-        rows: int64 [P], the packed row that each padded row comes from; a padding row reads row 0. None if packed and
-            padded rows are the same (all lengths equal), so that nothing is copied.
+        is_identity: packed and padded rows are the same (all lengths are equal): nothing needs to be copied.
+        rows: int64 [P], the packed row that each padded row comes from; a padding row reads row 0.
         places: int64 [T], the padded row of each packed row.
         padding: int64, the padded rows that are padding.
 
@@ -31,9 +31,10 @@ class SequenceGroups:
     """
 
     shapes: tuple[tuple[int, int], ...]
-    rows: Tensor | None
-    places: Tensor | None
-    padding: Tensor | None
+    is_identity: bool
+    rows: Tensor
+    places: Tensor
+    padding: Tensor
 
 
 def group_sequences(lengths: tuple[int, ...]) -> SequenceGroups:
@@ -43,7 +44,8 @@ def group_sequences(lengths: tuple[int, ...]) -> SequenceGroups:
         lengths: positions of each packed sequence, all > 0.
     """
     if len(set(lengths)) == 1:
-        return SequenceGroups(((len(lengths), lengths[0]),), None, None, None)
+        same = torch.arange(sum(lengths))
+        return SequenceGroups(((len(lengths), lengths[0]),), True, same, same, same[:0])
 
     sizes = torch.tensor(lengths)
     order = torch.argsort(sizes, descending=True, stable=True)
@@ -58,7 +60,7 @@ def group_sequences(lengths: tuple[int, ...]) -> SequenceGroups:
     real = (~is_padding).nonzero().flatten()
     places = torch.empty(int(sizes.sum()), dtype=torch.int64)
     places[rows[real]] = real
-    return SequenceGroups(shapes, rows, places, is_padding.nonzero().flatten())
+    return SequenceGroups(shapes, False, rows, places, is_padding.nonzero().flatten())
 
 
 def _block_shapes(descending: list[int]) -> tuple[tuple[int, int], ...]:
@@ -103,6 +105,16 @@ class _FromBlocks(torch.autograd.Function):
         return grad.index_select(0, ctx.rows).index_fill_(0, ctx.padding, 0.0), None
 
 
+def _to_blocks(packed: Tensor, groups: SequenceGroups) -> Tensor:
+    blocks: Tensor = _ToBlocks.apply(packed, groups)  # type: ignore[no-untyped-call]
+    return blocks
+
+
+def _from_blocks(padded: Tensor, groups: SequenceGroups) -> Tensor:
+    packed: Tensor = _FromBlocks.apply(padded, groups)  # type: ignore[no-untyped-call]
+    return packed
+
+
 class PackedAttention(torch.nn.Module):
     """Causal core attention over packed sequences; takes the place of Megatron's `DotProductAttention` on a CPU.
 
@@ -140,13 +152,13 @@ class PackedAttention(torch.nn.Module):
             [T, heads, head dim].
         """
         groups: SequenceGroups = packed_seq_params.groups
-        if groups.rows is None:
+        if groups.is_identity:
             return self._attend(query, key, value, groups.shapes[0])
 
         sizes = [count * length for count, length in groups.shapes]
-        blocks = zip(*(_ToBlocks.apply(x, groups).split(sizes) for x in (query, key, value)), strict=True)
-        outputs = [self._attend(*block, shape) for block, shape in zip(blocks, groups.shapes, strict=True)]
-        return _FromBlocks.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], groups)  # type: ignore[no-any-return]
+        queries, keys, values = (torch.split(_to_blocks(x, groups), sizes) for x in (query, key, value))
+        outputs = [self._attend(*block) for block in zip(queries, keys, values, groups.shapes, strict=True)]
+        return _from_blocks(torch.cat(outputs) if len(outputs) > 1 else outputs[0], groups)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int]) -> Tensor:
         q, k, v = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
@@ -198,4 +210,5 @@ def rotate_packed(
     angles = freqs[:, 0]
     sin = torch.cat((-angles[..., :half].sin(), angles[..., half:].sin()), dim=-1)
     cos, sin = (table.to(t.dtype).index_select(0, positions) for table in (angles.cos(), sin))
-    return _Rotate.apply(t, cos, sin)  # type: ignore[no-any-return]
+    rotated: Tensor = _Rotate.apply(t, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated

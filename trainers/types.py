@@ -28,7 +28,8 @@ class MicroBatch:
         advantages: float32 [T], the label's advantage; 0 where the mask is 0.
         generator_logprobs: float32 [T], the generator's logprob of the label; 0 where the mask is 0.
 
-    Example: prompt [1, 9], response [5, 6, 2] gives token_ids [1, 9, 5, 6], labels [9, 5, 6, 2], loss_mask [0, 1, 1, 1].
+    Example: prompt [1, 9], response [5, 6, 2] gives token_ids [1, 9, 5, 6], labels [9, 5, 6, 2] and
+    loss_mask [0, 1, 1, 1].
     """
 
     token_ids: LongArray

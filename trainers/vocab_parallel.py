@@ -44,7 +44,8 @@ def vocab_parallel_logprobs(
     Example: uniform logits over 64 tokens give logprob -4.159 and entropy 4.159 at every temperature.
     """
     assert temperature > 0.0, f"temperature must be > 0, got {temperature}"
-    return _VocabParallelLogprobs.apply(logits, labels, rows, temperature, vocab)  # type: ignore[no-any-return]
+    result: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(logits, labels, rows, temperature, vocab)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -87,7 +88,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return sums[2] - log_total, entropy
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any,  # noqa: ANN401
         logprob_grad: Tensor,
         entropy_grad: Tensor,

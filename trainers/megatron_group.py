@@ -1,0 +1,178 @@
+"""The Megatron trainer as the driver sees it: a handle a rank, every call to all of them at once. No torch, no ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+
+from engine.families import megatron_coordinates
+from engine.types import FloatArray, WeightVersion
+from trainers.types import Batch, MicroBatch, RankInfo, RankStepResult, StepResult, TrainerSpec
+
+if TYPE_CHECKING:
+    from engine.plan import Plan
+
+
+class RankHandle(Protocol):
+    """A training rank in another process, see `engine.workers.Worker`."""
+
+    name: str
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run `method` there."""
+        ...
+
+
+class MegatronTrainer:
+    """A `trainers.base.Trainer` over `MegatronRank`s.
+
+    A call that fails on one rank fails as a whole with that rank's error: the other ranks' calls are given up at once,
+    because they may wait for the failed one in a collective.
+    """
+
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        ranks: Sequence[RankHandle],
+        *,
+        master_addr: str = "127.0.0.1",
+        start_deadline_s: float = 300.0,
+        step_deadline_s: float = 600.0,
+        disk_deadline_s: float = 1800.0,
+    ) -> None:
+        """Args:
+        spec: what the ranks were made with.
+        ranks: handles in rank order.
+        master_addr: address of rank 0's machine at which the ranks meet.
+        start_deadline_s, step_deadline_s: for `start` and `attach`, and for one `step`, `snapshot` or `logprobs`.
+        disk_deadline_s: for `save`, `load` and `export`.
+        """
+        assert len(ranks) == spec.num_ranks, (len(ranks), spec.num_ranks)
+        self._spec = spec
+        self._ranks = tuple(ranks)
+        self._dp_ranks = tuple(
+            megatron_coordinates(rank, tp=spec.tp, pp=spec.pp, dp=spec.dp).data for rank in range(spec.num_ranks)
+        )
+        self._master_addr = master_addr
+        self._start_deadline_s = start_deadline_s
+        self._step_deadline_s = step_deadline_s
+        self._disk_deadline_s = disk_deadline_s
+
+    async def start(self) -> tuple[RankInfo, ...]:
+        """Bring all ranks up and load the initial weights."""
+        port = await self._ranks[0].call("listen", self._master_addr, deadline_s=self._start_deadline_s)
+        return tuple(await self._all("start", self._master_addr, port, deadline_s=self._start_deadline_s))
+
+    async def attach(self, plan: Plan, folder: str, num_slots: int) -> None:
+        """Make every rank create its segment in `folder`."""
+        await self._all("attach", plan, folder, num_slots, deadline_s=self._start_deadline_s)
+
+    async def snapshot(self, version: WeightVersion, *, epoch: int, slot: int) -> Mapping[int, str]:
+        """Write the weights as they are; return bucket id -> digest over all ranks."""
+        return _merged(await self._all("snapshot", version, epoch, slot, deadline_s=self._step_deadline_s))
+
+    async def step(self, batch: Batch, *, epoch: int, slot: int) -> StepResult:
+        """Train on one batch and snapshot the new version into `slot`.
+
+        Args:
+            batch: not empty: a step without a gradient is the scheduler's business.
+            epoch, slot: where the snapshot goes.
+        """
+        assert not batch.is_empty, f"step {batch.step}: an empty batch must not reach the trainer"
+        assert len(batch.micro_batches) == self._spec.dp, (len(batch.micro_batches), self._spec.dp)
+        results: list[RankStepResult] = await self._each(
+            "step",
+            [(batch.micro_batches[dp_rank],) for dp_rank in self._dp_ranks],
+            batch.step,
+            batch.num_loss_tokens,
+            epoch,
+            slot,
+            deadline_s=self._step_deadline_s,
+        )
+        metrics = results[0].metrics
+        assert all(result.metrics == metrics for result in results), [result.metrics for result in results]
+        return StepResult(
+            step=batch.step,
+            version=WeightVersion(batch.step + 1),
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            lr=metrics.lr,
+            entropy=metrics.entropy,
+            clip_fraction=metrics.clip_fraction,
+            ratio_max=metrics.ratio_max,
+            generator_kl=metrics.generator_kl,
+            num_tokens=metrics.num_tokens,
+            digests=_merged([result.digests for result in results]),
+            skipped=False,
+            timings_ms={name: max(result.timings_ms[name] for result in results) for name in results[0].timings_ms},
+            peak_memory_bytes=tuple(result.peak_memory_bytes for result in results),
+        )
+
+    async def logprobs(self, micro_batches: tuple[tuple[MicroBatch, ...], ...]) -> tuple[tuple[FloatArray, ...], ...]:
+        """Return the trainer's logprob of every label, float32 [T] by [DP rank][micro-batch]."""
+        assert len(micro_batches) == self._spec.dp, (len(micro_batches), self._spec.dp)
+        shares = [(micro_batches[dp_rank],) for dp_rank in self._dp_ranks]
+        answers = await self._each("logprobs", shares, deadline_s=self._step_deadline_s)
+        reported = {dp: answer for dp, answer in zip(self._dp_ranks, answers, strict=True) if answer is not None}
+        return tuple(reported[dp] for dp in range(self._spec.dp))
+
+    async def save(self, folder: str) -> None:
+        """Write a checkpoint into an existing, empty folder."""
+        await self._all("save", folder, deadline_s=self._disk_deadline_s)
+
+    async def load(self, folder: str) -> None:
+        """Go on from what `save` wrote."""
+        await self._all("load", folder, deadline_s=self._disk_deadline_s)
+
+    async def export(self, folder: str, *, dtype: str | None = None) -> None:
+        """Write a Hugging Face folder into an existing, empty folder."""
+        await self._all("export", folder, dtype, deadline_s=self._disk_deadline_s)
+
+    async def stop(self) -> None:
+        """End the ranks' work."""
+        await self._all("stop", deadline_s=self._start_deadline_s)
+
+    async def _all(self, method: str, *args: object, deadline_s: float) -> list[Any]:
+        """Call one method with the same arguments on all ranks."""
+        return await self._each(method, [()] * len(self._ranks), *args, deadline_s=deadline_s)
+
+    async def _each(
+        self, method: str, own: Sequence[tuple[object, ...]], *args: object, deadline_s: float
+    ) -> list[Any]:
+        """Call one method on all ranks, with a rank's own arguments before the common ones.
+
+        Raises:
+            Exception: the error of the rank that failed first, as the rank's handle raised it.
+        """
+        answers: list[Any] = [None] * len(self._ranks)
+
+        async def call(index: int) -> None:
+            answers[index] = await self._ranks[index].call(method, *own[index], *args, deadline_s=deadline_s)
+
+        try:
+            async with anyio.create_task_group() as group:
+                for index in range(len(self._ranks)):
+                    group.start_soon(call, index)
+        except ExceptionGroup as errors:
+            raise _first(errors) from errors
+
+        return answers
+
+
+def _first(errors: ExceptionGroup[Exception]) -> Exception:
+    """The error that ended the group: the other calls were cancelled by it, or failed for the same reason."""
+    error: Exception = errors
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _merged(digests: Sequence[Mapping[int, str]]) -> dict[int, str]:
+    """Join the ranks' digests; every bucket has one writer."""
+    merged: dict[int, str] = {}
+    for own in digests:
+        assert not merged.keys() & own.keys(), f"buckets {sorted(merged.keys() & own.keys())} have two writers"
+        merged.update(own)
+    return merged
