@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ ARCHITECTURES = ("Qwen2ForCausalLM",)
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHTS_FILE = "model.safetensors"
 _INITIALIZER_RANGE = 0.02  # transformers' default for the family: normal(0, 0.02) weights, zero biases, norms of one
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -83,15 +83,17 @@ def materialize(model: Model, seed: int, folder: Path) -> ModelInfo:
             _write_fresh(model.fresh, seed, work)
         else:
             assert model.path is not None
-            _link(_find_folder(model.path, model.revision), work)
+            source = _find_folder(model.path, model.revision)
+            inspect_folder(source)  # before it is linked, so that messages name the user's own files
+            _link(source, work)
 
-        inspect_folder(work)
+        info = inspect_folder(work)
         work.rename(folder)
     except BaseException:
         shutil.rmtree(work)
         raise
 
-    return inspect_folder(folder)
+    return replace(info, folder=folder)
 
 
 def inspect_folder(folder: Path) -> ModelInfo:
