@@ -82,7 +82,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, int, object]]:
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError:
-        raise DataError(f"{path}: parquet needs pyarrow: install asyncrl[parquet]") from None
+        raise DataError(f"{path}: parquet needs pyarrow: install asyncrl[data]") from None
 
     try:
         table = parquet.read_table(path)

@@ -18,6 +18,4 @@ class Section(BaseModel):
     Fields may carry `json_schema_extra={"not_yet": [...]}`: values that the design names and this version lacks.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -150,6 +150,19 @@ def test_json_schema_takes_parts_interpolations_and_defaults() -> None:
     assert schema["additionalProperties"] is False
 
 
+def test_editors_find_shipped_recipes_right_and_mistakes_wrong() -> None:
+    import jsonschema
+    import yaml
+
+    validator = jsonschema.Draft202012Validator(json_schema())
+    for file in [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("*/*.yaml")]:
+        assert not list(validator.iter_errors(yaml.safe_load(file.read_text()))), file
+
+    assert not list(validator.iter_errors({"seed": "${oc.decode:${oc.env:SEED}}", "run": {"dir": "${oc.env:DIR}"}}))
+    for wrong in ({"sed": 1}, {"seed": -1}, {"schedule": {"order": "ready"}}, {"trainer": {"tp": "two"}}):
+        assert list(validator.iter_errors(wrong)), wrong
+
+
 def test_dry_run_shows_layouts_bound_and_bytes() -> None:
     loaded = load_recipe(COPY, ("trainer.tp=2", "trainer.pp=2", "cluster.devices=5"), Machine(cores=(0, 1)))
     text = describe(loaded, Machine(cores=(0, 1)))

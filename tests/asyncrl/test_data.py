@@ -180,7 +180,7 @@ def test_parquet_rows(tmp_path: Path) -> None:
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"parquet needs pyarrow: install asyncrl\[parquet\]$"):
+    with pytest.raises(DataError, match=r"parquet needs pyarrow: install asyncrl\[data\]$"):
         open_(Source(path=str(tmp_path / "rows.parquet")))
 
 
