@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.families import megatron_coordinates, megatron_layout
 from engine.seeds import Purpose, derive_seed
+from engine.worker_process import ignore_interrupt, peak_memory_bytes, pin_threads
 from trainers.types import MicroBatch, RankInfo, RankStepResult, TrainerSpec
 
 if TYPE_CHECKING:
@@ -67,8 +67,10 @@ class MegatronRank:
             ValueError: the model folder does not fit the config, or asks for something unsupported.
         """
         timings: dict[str, float] = {}
-        if self._spec.cpus is not None:
-            _pin_threads(self._spec.cpus[self._rank])
+        ignore_interrupt()
+        self._pin_threads()
+        # Megatron warns otherwise: with more queues a collective may overtake the kernel that it waits for.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         with _timed(timings, "import"):
             import torch
 
@@ -88,6 +90,7 @@ class MegatronRank:
             parameters = megatron_model.layout_parameters(module)
             megatron_model.load_weights(parameters, self._layout, self._rank, Path(self._spec.model_dir))
             self._learner = megatron_step.Learner.build(self._spec, module, self._hf_config["vocab_size"])
+        self._pin_threads()  # those that the libraries have started too
         gc.collect()
         gc.freeze()  # a full collection over Megatron's and torch's own objects costs a tenth of a second
         return RankInfo(
@@ -99,7 +102,7 @@ class MegatronRank:
             device=str(torch.cuda.current_device() if torch.cuda.is_available() else "cpu"),
             num_parameters=sum(parameter.numel() for parameter in parameters.values()),
             timings_s=timings,
-            peak_memory_bytes=_peak_memory_bytes(),
+            peak_memory_bytes=peak_memory_bytes(),
         )
 
     def attach(self, plan: Plan, folder: str, num_slots: int) -> None:
@@ -140,16 +143,18 @@ class MegatronRank:
         with _timed(seconds, "total"):
             with _timed(seconds, "forward_backward"):
                 metrics = learner.forward_backward(micro_batches, num_loss_tokens)
+                learner.wait()
             with _timed(seconds, "optimizer"):
                 grad_norm = learner.check_and_clip(metrics, step)
                 lr = learner.update(step)
+                learner.wait()
             with _timed(seconds, "snapshot"):
                 digests = self._writer.write(step + 1, epoch, slot) if self._writer is not None else {}
         return RankStepResult(
             metrics=replace(metrics, grad_norm=grad_norm, lr=lr),
             digests=digests,
             timings_ms={name: value * 1e3 for name, value in seconds.items()},
-            peak_memory_bytes=_peak_memory_bytes(),
+            peak_memory_bytes=peak_memory_bytes(),
         )
 
     def logprobs(self, micro_batches: tuple[MicroBatch, ...]) -> tuple[FloatArray, ...] | None:
@@ -200,6 +205,10 @@ class MegatronRank:
     def _started(self) -> Learner:
         assert self._learner is not None, "start comes first"
         return self._learner
+
+    def _pin_threads(self) -> None:
+        if self._spec.cpus is not None:
+            pin_threads(self._spec.cpus[self._rank])
 
     def _num_threads(self) -> int:
         if self._spec.num_threads is not None:
@@ -255,21 +264,7 @@ class MegatronRank:
 
 @contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Store how long the block took, the device's work included."""
+    """Store how long the block took."""
     started = time.perf_counter()
     yield
-    if os.environ.get("CUDA_VISIBLE_DEVICES"):
-        import torch
-
-        torch.cuda.synchronize()
     seconds[name] = time.perf_counter() - started
-
-
-def _pin_threads(cpus: tuple[int, ...]) -> None:
-    """Pin every thread that this process has; later ones inherit it."""
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cpus)
-
-
-def _peak_memory_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -130,13 +130,15 @@ def _import_megatron() -> None:
 
 
 def _patch_optimizer_import() -> None:
-    """torch.optim imports torch._dynamo (a second) at its first call, to keep a compiler away that does not run.
+    """torch.optim imports torch._dynamo at its first call (a second, 100 MB): it keeps a compiler away that never runs.
 
-    `torch._compile._disable_dynamo` keeps what it got from there on the function itself: put the function there.
+    `torch._compile._disable_dynamo` keeps what it got from there on the function itself: put the function there. The
+    wrapper of `step` switches gradients off and asks the compiler for graph breaks: do without the second.
     """
     for name in ("add_param_group", "state_dict", "load_state_dict"):
         function = getattr(torch.optim.Optimizer, name).__wrapped__
         function.__dynamo_disable = function
+    _set(torch.optim.Adam, "step", torch.no_grad()(torch.optim.Adam.step.__wrapped__))  # type: ignore[attr-defined]
 
 
 def _silence_runtime_warnings() -> None:

@@ -33,7 +33,9 @@ def transformer_config(hf_config: HfConfig, *, tp: int, pp: int, dtype: torch.dt
     """Return Megatron's `TransformerConfig` for a dense Qwen2 model.
 
     `calculate_per_token_loss` makes Megatron sum gradients over data-parallel ranks instead of averaging them, and
-    `variable_seq_lengths` lets packed micro-batches of any length through the pipeline.
+    `variable_seq_lengths` lets packed micro-batches of any length through the pipeline. `perform_initialization` stays
+    on although the weights are loaded: without it Megatron-Core 0.16.1 does not mark which parameters are cut over
+    tensor ranks, and the gradient norm is silently wrong.
 
     Raises:
         ValueError: the config asks for something that this model does not do.
@@ -65,7 +67,6 @@ def transformer_config(hf_config: HfConfig, *, tp: int, pp: int, dtype: torch.dt
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # there are no experts, but variable lengths refuse the default
-        perform_initialization=False,  # the weights are loaded
         apply_rope_fusion=True,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,

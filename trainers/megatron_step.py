@@ -128,6 +128,11 @@ class Learner:
         is_reporter = parallel_state.is_pipeline_last_stage() and tp_rank == 0
         return cls(spec, model, optimizer, VocabSlice(first, num_tokens, group), is_reporter)
 
+    @staticmethod
+    def wait() -> None:
+        """Wait for the device, so that times are those of the work."""
+        torch.cuda.synchronize()  # nothing, on a CPU: see megatron_cpu
+
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...], num_loss_tokens: int) -> StepMetrics:
         """Leave the gradient of sum(token losses) / num_loss_tokens, over all DP ranks, in the buffers.
 
