@@ -156,7 +156,7 @@ class Scheduler:
 
     def __init__(self, spec: ScheduleSpec, parts: Parts, first_manifest: Manifest) -> None:
         """Args:
-        first_manifest: of version `spec.first_step`, committed in `parts.publisher` and served by all replicas.
+        first_manifest: of version `spec.first_step`, the newest in `parts.publisher`, served by all replicas.
         """
         assert first_manifest.version == spec.first_step, (first_manifest.version, spec.first_step)
         self._spec = spec
@@ -166,6 +166,7 @@ class Scheduler:
         self._serving = first_manifest.version
         self._publish = PublishReport(version=self._serving, prepare_ms=0.0, flip_ms=0.0, flips=())
         self._evaluation: anyio.Event | None = None
+        self._lease(first_manifest.version)
 
     async def run(self) -> None:
         """Run to the end."""
@@ -233,7 +234,7 @@ class Scheduler:
                 started_s = anyio.current_time()
                 if batch.is_empty:
                     result = StepResult.skip(step)
-                    manifest = publisher.commit_unchanged(version)
+                    manifest = publisher.commit(version, unchanged=True)
                 else:
                     slot = await self._reserve(version)
                     result = await self._parts.trainer.step(batch, epoch=publisher.epoch, slot=slot)
@@ -257,6 +258,7 @@ class Scheduler:
         """
         async with made:
             async for manifest, outcome in made:
+                self._lease(manifest.version)
                 started_s = anyio.current_time()
                 await self._parts.generators.prepare(manifest)
                 prepare_ms = (anyio.current_time() - started_s) * 1e3
@@ -290,13 +292,28 @@ class Scheduler:
             self._publish = PublishReport(version=version, prepare_ms=prepare_ms, flip_ms=flip_ms, flips=flips)
             self._serving = version
             async with self._changed:
-                self._parts.publisher.retire_below(version)
-                for old in [v for v in self._ready if v < version]:
-                    del self._ready[old]
+                self._give_back_below(version)
                 self._changed.notify_all()
             if self._spec.evaluates(version):
                 self._evaluation = anyio.Event()
                 tasks.start_soon(self._evaluate, version, self._evaluation)
+
+    def _lease(self, version: WeightVersion) -> None:
+        """Lend a version to all replicas: its slot stays until they have moved on."""
+        for replica in self._parts.publisher.replicas:
+            self._parts.publisher.hold(replica, version)
+
+    def _give_back_below(self, version: WeightVersion) -> None:
+        """All replicas serve `version`: whatever is older can go."""
+        publisher = self._parts.publisher
+        old = [v for v in self._ready if v < version]
+        for replica in publisher.replicas:
+            publisher.acknowledge(replica, version)
+            for earlier in old:
+                publisher.release(replica, earlier)
+        for earlier in old:
+            del self._ready[earlier]
+        publisher.retire_below(version)
 
     async def _evaluate(self, version: WeightVersion, done: anyio.Event) -> None:
         await self._parts.evaluate(version)
@@ -318,7 +335,7 @@ class Scheduler:
 
     async def _reserve(self, version: WeightVersion) -> int:
         async with self._changed:
-            while not self._parts.publisher.has_free_slot:
+            while self._parts.publisher.num_free_slots == 0:
                 await self._changed.wait()
             return self._parts.publisher.reserve(version)
 

@@ -89,6 +89,7 @@ class Scorer:
                     loss_mask=_ones(len(sample.token_list)),
                     generator_logprobs=sample.logprobs,
                     versions=sample.versions,
+                    text=text,
                     reward=score.reward,
                     correct=score.correct,
                     finish_reason=sample.finish_reason,

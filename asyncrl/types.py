@@ -47,6 +47,7 @@ class Trajectory:
         loss_mask: float32 [n], 1 where the model wrote the token.
         generator_logprobs: float32 [n].
         versions: spans that cover [0, n) without gaps, in order.
+        text: the response as the reward function read it, without the end token.
         reward: as the reward function returned it.
         correct: whether the answer counts as right, for accuracy; None if the reward function does not say.
         finish_reason: "stop" or "length".
@@ -63,6 +64,7 @@ class Trajectory:
     loss_mask: FloatArray
     generator_logprobs: FloatArray
     versions: tuple[VersionSpan, ...]
+    text: str
     reward: float
     correct: bool | None
     finish_reason: str
