@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from engine.workers import Worker
+from trainers.base import Trainer
+from trainers.types import Batch, StepResult
 
 Side = Literal["trainer", "generator"]
 
@@ -144,3 +148,34 @@ class BusyClock:
         for side, number in num_busy.items():
             self._busy_s[side] += passed_s * number
         self._last_s = now
+
+
+class BusyWorker:
+    """A generator replica whose `generate` calls count as busy time."""
+
+    def __init__(self, worker: Worker, busy: BusyClock, replica: int) -> None:
+        self.name = worker.name
+        self._worker = worker
+        self._busy = busy
+        self._replica = replica
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None, **kwargs: Any) -> Any:  # noqa: ANN401
+        """See `engine.workers.Worker`."""
+        if method != "generate":
+            return await self._worker.call(method, *args, deadline_s=deadline_s, **kwargs)
+
+        with self._busy.busy("generator", self._replica):
+            return await self._worker.call(method, *args, deadline_s=deadline_s, **kwargs)
+
+
+class BusyTrainer:
+    """A trainer whose steps count as busy time."""
+
+    def __init__(self, trainer: Trainer, busy: BusyClock) -> None:
+        self._trainer = trainer
+        self._busy = busy
+
+    async def step(self, batch: Batch, *, epoch: int, slot: int) -> StepResult:
+        """See `trainers.base.Trainer`."""
+        with self._busy.busy("trainer"):
+            return await self._trainer.step(batch, epoch=epoch, slot=slot)

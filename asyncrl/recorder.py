@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from asyncrl.console import Console
 from asyncrl.idle import BusyClock
 from asyncrl.metrics import EvalRecord, SampleRow, StepRecord
 from asyncrl.scheduler import StepOutcome
@@ -16,21 +14,13 @@ from asyncrl.types import Group, Trajectory
 from asyncrl.wave import Wave
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sinks:
-    """Who gets the records."""
-
-    tracker: Tracker
-    console: Console
-    summary: SummaryBuilder
-
-
 class Recorder:
     """Turns step outcomes and evaluations into records. Called from the loops, so it never waits for anything."""
 
     def __init__(
         self,
-        sinks: Sinks,
+        tracker: Tracker,
+        summary: SummaryBuilder,
         busy: BusyClock,
         *,
         store_bytes: int,
@@ -40,7 +30,8 @@ class Recorder:
         store_bytes: shared memory that holds versions.
         num_sample_rows: rollouts shown in full at each evaluation.
         """
-        self._sinks = sinks
+        self._tracker = tracker
+        self._summary = summary
         self._busy = busy
         self._store_bytes = store_bytes
         self._num_sample_rows = num_sample_rows
@@ -48,16 +39,14 @@ class Recorder:
     def step(self, outcome: StepOutcome) -> None:
         """Report one trained step."""
         record = self._step_record(outcome)
-        self._sinks.summary.step(record)
-        self._sinks.tracker.step(record)
-        self._sinks.console.step(record)
+        self._summary.step(record)
+        self._tracker.step(record)
 
     def evaluation(self, record: EvalRecord, sampled: tuple[Group, ...]) -> None:
         """Report one evaluation, with some of its rollouts in full."""
-        self._sinks.summary.evaluation(record)
-        self._sinks.tracker.evaluation(record)
-        self._sinks.tracker.samples(_sample_rows(record, sampled, self._num_sample_rows))
-        self._sinks.console.evaluation(record)
+        self._summary.evaluation(record)
+        self._tracker.evaluation(record)
+        self._tracker.samples(_sample_rows(record, sampled, self._num_sample_rows))
 
     def _step_record(self, outcome: StepOutcome) -> StepRecord:
         wave, result = outcome.scored.wave, outcome.result

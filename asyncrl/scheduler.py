@@ -4,7 +4,7 @@
                  ^      flip to v                                                  |
                  |                                                                 | prepare: received, verified
                  +------------------------- versions that may be served -----------+
-                                      [watch] a dead worker, Ctrl-C
+                                      [watch] a dead generator
 
 With P prompts a step, prompt i belongs to step s = i // P, and step s turns version s into version s + 1. The
 rollouts of step s are written by version max(first version, s - max_staleness), exactly: what happens is a function
@@ -25,7 +25,7 @@ from typing import Protocol
 
 import anyio
 import anyio.lowlevel
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from asyncrl.types import Group, Prompt, SampleFailure
@@ -56,7 +56,7 @@ class ScheduleSpec:
         first_step: 0, or the step that a resumed run goes on with; version `first_step` is there at the start.
         max_staleness: versions that a trained token may be old, >= 0; 0 is synchronous.
         max_failure_rate: share of one step's samples that may fail.
-        eval_every: versions between evaluations; 0 evaluates only the last one.
+        eval_every: version 0, every n-th and the last one are evaluated; 0: none.
         eval_deadline_s: how long a flip waits for an evaluation.
 
     Example: max_staleness 2 and first_step 0 generate steps 0, 1 and 2 on version 0 and step 3 on version 1.
@@ -75,7 +75,7 @@ class ScheduleSpec:
 
     def evaluates(self, version: int) -> bool:
         """Whether `version` is one of those that are evaluated."""
-        return version == self.num_steps or (self.eval_every > 0 and version > 0 and version % self.eval_every == 0)
+        return self.eval_every > 0 and (version % self.eval_every == 0 or version == self.num_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,6 @@ class Parts:
         evaluate: measures the version that the replicas serve.
         checkpoint: called with every version right after its step, before the trainer's next one.
         report: called once a step, in step order, when its version has been delivered.
-        interrupted: returns when the user wants the run to end, by raising.
     """
 
     take: Callable[[int], tuple[Prompt, ...]]
@@ -145,7 +144,6 @@ class Parts:
     evaluate: Callable[[WeightVersion], Awaitable[None]]
     checkpoint: Callable[[WeightVersion], Awaitable[None]]
     report: Callable[[StepOutcome], None]
-    interrupted: Callable[[], Awaitable[None]]
 
 
 class Scheduler:
@@ -176,13 +174,13 @@ class Scheduler:
         scored_out, scored_in = anyio.create_memory_object_stream[Scored](num_ahead)
         made_out, made_in = anyio.create_memory_object_stream[tuple[Manifest, StepOutcome]](num_ahead)
         async with anyio.create_task_group() as tasks:
-            interrupt_scope = await tasks.start(self._watch_loop, tasks)
+            tasks.start_soon(self._watch_loop)
             tasks.start_soon(self._score_loop, wave_in, scored_out)
             tasks.start_soon(self._train_loop, scored_in, made_out)
             tasks.start_soon(self._publish_loop, made_in)
+            self._evaluate_if_due(self._serving, tasks)
             await self._generate_loop(wave_out, tasks)
             await self._parts.generators.stop()
-            interrupt_scope.cancel()
 
     async def _generate_loop(self, waves: MemoryObjectSendStream[Wave], tasks: TaskGroup) -> None:
         """Consumes prompts, produces waves, in step order.
@@ -268,15 +266,12 @@ class Scheduler:
                 await anyio.lowlevel.checkpoint()  # the generate loop first: a replica waits for its flip
                 self._parts.report(outcome)
 
-    async def _watch_loop(self, tasks: TaskGroup, *, task_status: TaskStatus[anyio.CancelScope]) -> None:
-        """Waits for what must not happen: the death of a replica, the user's Ctrl-C. Either raises and ends the run.
+    async def _watch_loop(self) -> None:
+        """Waits for what must not happen, the death of a replica, and raises then. Returns after `stop`.
 
-        The replicas' side returns after `stop`; the user's side is ended through the scope that this hands back.
+        A training rank that dies is noticed by the step that waits for it.
         """
-        tasks.start_soon(self._parts.generators.watch)
-        with anyio.CancelScope() as scope:
-            task_status.started(scope)
-            await self._parts.interrupted()
+        await self._parts.generators.watch()
 
     async def _serve(self, version: WeightVersion, tasks: TaskGroup) -> None:
         """Have all replicas serve `version`, and start its evaluation if it is due."""
@@ -294,9 +289,7 @@ class Scheduler:
             async with self._changed:
                 self._give_back_below(version)
                 self._changed.notify_all()
-            if self._spec.evaluates(version):
-                self._evaluation = anyio.Event()
-                tasks.start_soon(self._evaluate, version, self._evaluation)
+            self._evaluate_if_due(version, tasks)
 
     def _lease(self, version: WeightVersion) -> None:
         """Lend a version to all replicas: its slot stays until they have moved on."""
@@ -314,6 +307,11 @@ class Scheduler:
         for earlier in old:
             del self._ready[earlier]
         publisher.retire_below(version)
+
+    def _evaluate_if_due(self, version: WeightVersion, tasks: TaskGroup) -> None:
+        if self._spec.evaluates(version):
+            self._evaluation = anyio.Event()
+            tasks.start_soon(self._evaluate, version, self._evaluation)
 
     async def _evaluate(self, version: WeightVersion, done: anyio.Event) -> None:
         await self._parts.evaluate(version)

@@ -232,7 +232,7 @@ async def call_all(
 
     Args:
         args: the same for all.
-        each: further arguments, one tuple a worker.
+        each: every worker's own arguments, before the common ones.
         grace_s: after a first error the others have so long to answer. A rank whose peer died fails too, and often
             sooner than Ray notices the death: with a little patience the error names the one that died.
 
@@ -240,14 +240,14 @@ async def call_all(
         WorkerDied: one died; else the first error by time.
     """
     answers: list[Any] = [None] * len(workers)
-    extra = each if each is not None else [()] * len(workers)
+    own = each if each is not None else [()] * len(workers)
     errors: list[WorkerError | WorkerDied | WorkerTimeout] = []
 
     async with anyio.create_task_group() as tasks:
 
         async def call_one(index: int) -> None:
             try:
-                answers[index] = await workers[index].call(method, *args, *extra[index], deadline_s=deadline_s)
+                answers[index] = await workers[index].call(method, *own[index], *args, deadline_s=deadline_s)
             except (WorkerError, WorkerDied, WorkerTimeout) as error:
                 errors.append(error)
                 died = isinstance(error, WorkerDied)

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import anyio
+from typing import TYPE_CHECKING, Any
 
 from engine.families import megatron_coordinates
 from engine.types import FloatArray, WeightVersion
+from engine.workers import Worker, call_all
 from trainers.types import Batch, MicroBatch, RankInfo, RankStepResult, StepResult, TrainerSpec
 
 if TYPE_CHECKING:
     from engine.plan import Plan
 
 
-class RankHandle(Protocol):
-    """A training rank in another process, see `engine.workers.Worker`."""
-
-    name: str
-
-    async def call(self, method: str, *args: Any, deadline_s: float | None, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Run `method` there."""
-        ...
-
-
 class MegatronTrainer:
     """A `trainers.base.Trainer` over `MegatronRank`s.
 
-    A call that fails on one rank fails as a whole with that rank's error: the other ranks' calls are given up at once,
-    because they may wait for the failed one in a collective.
+    A call that fails on one rank fails as a whole, see `engine.workers.call_all`: the other ranks may wait for the
+    failed one in a collective.
     """
 
     def __init__(
         self,
         spec: TrainerSpec,
-        ranks: Sequence[RankHandle],
+        ranks: Sequence[Worker],
         *,
         master_addr: str = "127.0.0.1",
         start_deadline_s: float = 300.0,
@@ -63,7 +52,7 @@ class MegatronTrainer:
     async def start(self) -> tuple[RankInfo, ...]:
         """Bring all ranks up and load the initial weights."""
         port = await self._ranks[0].call("listen", self._master_addr, deadline_s=self._start_deadline_s)
-        return tuple(await self._all("start", self._master_addr, port, deadline_s=self._start_deadline_s))
+        return await self._all("start", self._master_addr, port, deadline_s=self._start_deadline_s)
 
     async def attach(self, plan: Plan, folder: str, num_slots: int) -> None:
         """Make every rank create its segment in `folder`."""
@@ -82,14 +71,15 @@ class MegatronTrainer:
         """
         assert not batch.is_empty, f"step {batch.step}: an empty batch must not reach the trainer"
         assert len(batch.micro_batches) == self._spec.dp, (len(batch.micro_batches), self._spec.dp)
-        results: list[RankStepResult] = await self._each(
+        results: tuple[RankStepResult, ...] = await call_all(
+            self._ranks,
             "step",
-            [(batch.micro_batches[dp_rank],) for dp_rank in self._dp_ranks],
             batch.step,
             batch.num_loss_tokens,
             epoch,
             slot,
             deadline_s=self._step_deadline_s,
+            each=[(batch.micro_batches[dp_rank],) for dp_rank in self._dp_ranks],
         )
         metrics = results[0].metrics
         assert all(result.metrics == metrics for result in results), [result.metrics for result in results]
@@ -114,7 +104,7 @@ class MegatronTrainer:
         """Return the trainer's logprob of every label, float32 [T] by [DP rank][micro-batch]."""
         assert len(micro_batches) == self._spec.dp, (len(micro_batches), self._spec.dp)
         shares = [(micro_batches[dp_rank],) for dp_rank in self._dp_ranks]
-        answers = await self._each("logprobs", shares, deadline_s=self._step_deadline_s)
+        answers = await call_all(self._ranks, "logprobs", deadline_s=self._step_deadline_s, each=shares)
         reported = {dp: answer for dp, answer in zip(self._dp_ranks, answers, strict=True) if answer is not None}
         return tuple(reported[dp] for dp in range(self._spec.dp))
 
@@ -134,39 +124,9 @@ class MegatronTrainer:
         """End the ranks' work."""
         await self._all("stop", deadline_s=self._start_deadline_s)
 
-    async def _all(self, method: str, *args: object, deadline_s: float) -> list[Any]:
+    async def _all(self, method: str, *args: object, deadline_s: float) -> tuple[Any, ...]:
         """Call one method with the same arguments on all ranks."""
-        return await self._each(method, [()] * len(self._ranks), *args, deadline_s=deadline_s)
-
-    async def _each(
-        self, method: str, own: Sequence[tuple[object, ...]], *args: object, deadline_s: float
-    ) -> list[Any]:
-        """Call one method on all ranks, with a rank's own arguments before the common ones.
-
-        Raises:
-            Exception: the error of the rank that failed first, as the rank's handle raised it.
-        """
-        answers: list[Any] = [None] * len(self._ranks)
-
-        async def call(index: int) -> None:
-            answers[index] = await self._ranks[index].call(method, *own[index], *args, deadline_s=deadline_s)
-
-        try:
-            async with anyio.create_task_group() as group:
-                for index in range(len(self._ranks)):
-                    group.start_soon(call, index)
-        except ExceptionGroup as errors:
-            raise _first(errors) from errors
-
-        return answers
-
-
-def _first(errors: ExceptionGroup[Exception]) -> Exception:
-    """The error that ended the group: the other calls were cancelled by it, or failed for the same reason."""
-    error: Exception = errors
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        return await call_all(self._ranks, method, *args, deadline_s=deadline_s)
 
 
 def _merged(digests: Sequence[Mapping[int, str]]) -> dict[int, str]:

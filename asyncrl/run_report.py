@@ -1,0 +1,124 @@
+"""What a run says about itself, from the first line to `summary.json`: trackers, times, memory, how it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import anyio
+
+from asyncrl.config import LoadedRecipe
+from asyncrl.console import Console
+from asyncrl.fleet import Fleet
+from asyncrl.idle import BusyClock, IdleShares
+from asyncrl.metrics_file import JsonlTracker, read_lines
+from asyncrl.run_folder import RECIPE
+from asyncrl.summary import ExitReason, Summary, SummaryBuilder, library_versions, write_summary
+from asyncrl.tracker import FanoutTracker, Tracker, WandbTracker
+from engine.worker_process import peak_memory_bytes
+
+
+class RunReport:
+    """Trackers and summary of one run; `close` comes last, however the run ended.
+
+    Attributes:
+        tracker: all trackers as one.
+        summary: gathers what the summary needs.
+    """
+
+    def __init__(
+        self, loaded: LoadedRecipe, folder: Path, console: Console, *, resume_step: int | None, started_s: float
+    ) -> None:
+        """Args:
+        folder: the run's.
+        resume_step: None for a new run.
+        started_s: `time.monotonic()` when the process began.
+        """
+        recipe = loaded.recipe
+        wandb = recipe.tracking.wandb
+        self.summary = SummaryBuilder(seed=recipe.seed, resumed_from=resume_step)
+        self.tracker: Tracker = FanoutTracker(
+            [
+                console,
+                JsonlTracker(folder, resume_step=resume_step),
+                WandbTracker(
+                    folder=folder,
+                    mode=wandb.mode,
+                    project=wandb.project,
+                    run_id=_run_id(folder),
+                    config=loaded.public,
+                    entity=wandb.entity,
+                    group=wandb.group,
+                    tags=wandb.tags,
+                    resume=resume_step is not None,
+                ),
+            ]
+        )
+        self._folder = folder
+        self._console = console
+        self._is_resumed = resume_step is not None
+        self._started_s = started_s
+        self._startup_s: float | None = None
+        self._busy: BusyClock | None = None
+        self._idle: IdleShares | None = None
+
+    async def start_tracker(self) -> None:
+        """Start the trackers, in a thread: wandb takes a second."""
+        line = await anyio.to_thread.run_sync(self.tracker.start)
+        if line:
+            self._console.line(line)
+        if self._is_resumed:
+            self.summary.restore(read_lines(self._folder / "metrics.jsonl"))
+
+    def measures(self, busy: BusyClock) -> None:
+        """Take the run's busy clock."""
+        self._busy = busy
+
+    def loop_starts(self) -> None:
+        """Start-up is over: rates and shares count from here."""
+        self._startup_s = time.monotonic() - self._started_s
+        if self._busy is not None:
+            self._busy.start()
+
+    def loop_ended(self) -> None:
+        """Rates and shares count up to here."""
+        if self._busy is not None:
+            self._idle = self._busy.total()
+
+    async def generator_memory(self, fleet: Fleet) -> None:
+        """Note how much memory the replicas took so far; the trainer says so with every step."""
+        self.summary.memory(await fleet.generator_peaks())
+
+    def close(self, exit_reason: ExitReason, error: BaseException | None) -> Summary:
+        """Write `summary.json`, finish the trackers, print the closing line."""
+        self.summary.memory({"driver": peak_memory_bytes()})
+        summary = self.summary.build(
+            exit_reason=exit_reason,
+            wall_s=time.monotonic() - self._started_s,
+            startup_s=self._startup_s,
+            idle=self._idle,
+            error=describe_error(error) if error is not None and exit_reason is ExitReason.FAILED else None,
+            libraries=library_versions(),
+        )
+        write_summary(summary, self._folder)
+        self.tracker.finish(summary)
+        return summary
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the one message of an error that may sit inside groups of groups.
+
+    Several failures at once are rare: the first one is the cause of the others, or arrived first.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = str(error).strip()
+    return text if text else type(error).__name__
+
+
+def _run_id(folder: Path) -> str:
+    """The run's name in wandb, the same after a resume and different for every run folder that was ever made."""
+    recipe = (folder / RECIPE).stat()
+    key = f"{folder.resolve()} {recipe.st_ino} {recipe.st_ctime_ns}"
+    return hashlib.blake2b(key.encode(), digest_size=5).hexdigest()

@@ -1,0 +1,144 @@
+"""`python -m asyncrl.train --config RECIPE [key=value ...]`: run a recipe. Parse, check, run.
+
+Exit status: 0 the run reached its last step; 1 it failed; 2 the recipe, the folder or the installation is at fault and
+nothing was started; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+
+    from asyncrl.config import LoadedRecipe
+    from asyncrl.console import Console
+    from asyncrl.run import RunRequest
+
+_STARTED_S = time.monotonic()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    if (arguments.config is None) == (arguments.resume is None):
+        print("asyncrl train: give --config RECIPE, or --resume RUN", file=sys.stderr)
+        return 2
+
+    try:
+        return _resume_or_start(arguments)
+    except ValueError as error:  # what the user gave us, named in one line or several
+        print(f"asyncrl train: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl train",
+        description="Run a recipe: vLLM writes rollouts while Megatron-Core trains on those of the version before.",
+        epilog="example: python -m asyncrl.train --config configs/grpo_copy.yaml seed=1 trainer.num_steps=100",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a field of the recipe")
+    parser.add_argument("--config", metavar="RECIPE", type=Path, help="a YAML recipe, see configs/")
+    parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with the run in this folder")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe, layouts, staleness; stop")
+    parser.add_argument("--quiet", action="store_true", help="only warnings, errors and the closing line")
+    return parser
+
+
+def _resume_or_start(arguments: argparse.Namespace) -> int:
+    from asyncrl.config import load_recipe
+    from asyncrl.run_folder import RECIPE
+
+    path = arguments.config if arguments.config is not None else arguments.resume / RECIPE
+    loaded = load_recipe(path, arguments.overrides)
+    if arguments.dry_run:
+        from asyncrl.dry_run import describe
+
+        print(describe(loaded))
+        return 0
+
+    from asyncrl.stack import require_stack
+
+    require_stack()
+    return _run(arguments, loaded)
+
+
+def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
+    from asyncrl.checkpoint import CheckpointStore
+    from asyncrl.console import Console
+    from asyncrl.run import RunRequest
+    from asyncrl.run_folder import RunFolder
+
+    recipe = loaded.recipe
+    if arguments.resume is not None:
+        folder = RunFolder.reopen(arguments.resume)
+        store = CheckpointStore(folder.path, seed=recipe.seed, keep_last=recipe.checkpoint.keep_last)
+        resume = store.newest()
+    else:
+        folder = RunFolder.create(recipe.run.folder(datetime.now().astimezone()), loaded.unresolved_yaml)
+        resume = None
+    request = RunRequest(loaded=loaded, folder=folder.path, resume=resume, started_s=_STARTED_S)
+    with Console(num_steps=recipe.trainer.num_steps, live=recipe.tracking.console, quiet=arguments.quiet) as console:
+        try:
+            return _drive(request, console)
+        finally:
+            folder.close()
+
+
+def _drive(request: RunRequest, console: Console) -> int:
+    """Run on the event loop until it ends by itself or a signal ends it."""
+    import anyio
+
+    from asyncrl.run_report import describe_error
+
+    try:
+        anyio.run(_until_done_or_signal, request, console)
+    except BaseExceptionGroup as group:
+        interrupted, rest = group.split(Interrupted)
+        if rest is None and interrupted is not None:
+            console.error(describe_error(interrupted))
+            return 130
+
+        error = rest if rest is not None else group
+        users = error.split(ValueError)[0]
+        console.error(describe_error(users if users is not None else error))
+        return 2 if users is not None else 1
+
+    return 0
+
+
+class Interrupted(Exception):
+    """The user asked the run to end."""
+
+
+async def _until_done_or_signal(request: RunRequest, console: Console) -> None:
+    import anyio
+
+    from asyncrl.run import run
+
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(_raise_on_signal)
+        await run(request, console)
+        tasks.cancel_scope.cancel()  # nobody need wait for a signal any more
+
+
+async def _raise_on_signal(*, task_status: TaskStatus[None]) -> None:
+    import signal
+
+    import anyio
+
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for number in signals:
+            raise Interrupted(f"ended by {signal.Signals(number).name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
