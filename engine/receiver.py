@@ -58,7 +58,7 @@ class Receiver:
         self._touched = frozenset(run.param for runs in self._runs for group in runs.groups for run in group)
         self._readers: dict[int, SegmentReader] = {}
         self._payload_views: list[list[Chunks]] = []
-        self._prepared: Manifest | None = None
+        self._prepared: dict[WeightVersion, Manifest] = {}  # proven and not yet applied; a new one may come meanwhile
         self._live: Manifest | None = None
         self._poison: str | None = None
         with torch.no_grad():
@@ -87,19 +87,19 @@ class Receiver:
             WeightTransferError: another plan, a missing bucket, a header or a digest that differs, a file that is
                 missing, truncated or not private: named with both values.
         """
-        self._prepared = None
+        self._prepared.pop(manifest.version, None)
         self._check_manifest(manifest)
         self._open()
         for runs in self._runs:
             self._check_header(runs, manifest)
             self._check_digest(runs, manifest)
-        self._prepared = manifest
+        self._prepared[manifest.version] = manifest
 
     def apply(self, manifest: Manifest) -> tuple[set[str], int]:
-        """Write the prepared version into the parameters.
+        """Write a prepared version into the parameters.
 
         Args:
-            manifest: the one of the last `prepare`.
+            manifest: of an earlier `prepare`; further versions may have been prepared since.
 
         Returns:
             Names of the parameters that were written, and the bytes that were copied. Both are empty if the version's
@@ -109,9 +109,12 @@ class Receiver:
             WeightTransferError: a bucket is no longer what was prepared. Found before the first byte, the old version
                 stays; found after the copy, the receiver is poisoned.
         """
-        assert manifest == self._prepared, f"apply of version {manifest.version} without its prepare"
+        assert manifest == self._prepared.get(manifest.version), (
+            f"apply of version {manifest.version} without its prepare; prepared are {sorted(self._prepared)}"
+        )
         if self._live is not None and _same_bytes(self._live, manifest):
             self._live = manifest
+            self._forget_until(manifest.version)
             return set(), 0
 
         for runs in self._runs:
@@ -127,15 +130,19 @@ class Receiver:
             raise
 
         self._live, self._poison = manifest, None
+        self._forget_until(manifest.version)
         return set(self._touched), sum(runs.bucket.num_bytes for runs in self._runs)
 
     def close(self) -> None:
         """Unmap the segments; they stay where they are. Idempotent."""
-        self._prepared = None
+        self._prepared = {}
         self._payload_views = []
         for reader in self._readers.values():
             reader.close()
         self._readers = {}
+
+    def _forget_until(self, version: WeightVersion) -> None:
+        self._prepared = {later: manifest for later, manifest in self._prepared.items() if later > version}
 
     @torch.no_grad()
     def _copy(self, slot: int) -> None:
