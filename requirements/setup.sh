@@ -32,7 +32,7 @@ check_python() {
         "or name one: make setup PYTHON=/path/to/python3.11"
     local found
     found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "$python does not run."
-    [ "$found" = 3.11 ] || fail "$python is Python $found, asyncrl needs 3.11 (the newest that Megatron-Core and vLLM share here)." \
+    [ "$found" = 3.11 ] || fail "$python is Python $found, asyncrl needs 3.11." \
         "Name another one: make setup PYTHON=/path/to/python3.11"
     "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python cannot make environments: its venv or ensurepip module is missing." \
         "Debian, Ubuntu: apt-get install python3.11-venv"
@@ -101,14 +101,14 @@ for line in open(sys.argv[1]):
     if found != pin:
         wrong.append(f"{name}: locked {pin}, found {found}")
 
-sys.exit("\n".join(wrong))
+sys.exit("\n".join(wrong) or 0)
 PYTHON
 }
 
 install() {
     local start=$SECONDS
     check_python
-    if [ -e $mark ]; then say "the last install was interrupted: starting over"; rm -rf $venv; fi
+    if [ -e $mark ]; then say "the last install did not finish: starting over"; rm -rf $venv; fi
     if [ ! -x $venv/bin/python ]; then
         check_disk
         rm -rf $venv
