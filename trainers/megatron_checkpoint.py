@@ -1,9 +1,10 @@
 """Checkpoints of the Megatron trainer: weights, optimizer and random state, through megatron.core.dist_checkpointing.
 
 What is silently wrong in Megatron-Core 0.16.1 is not offered: the distributed optimizer is written as
-`fully_reshardable` only (`dp_reshardable` resumes wrong), with the load fix of `megatron_cpu`. Saving is synchronous
-and stays in this process: Megatron's own writer starts a manager process by spawn, which hangs in a script without a
-`__main__` guard and in a Ray actor, and forks a process that has threads.
+`fully_reshardable` only (`dp_reshardable` resumes wrong), with the load fix of `megatron_cpu` and with the offsets put
+right (`_offsets_without_padding`). Saving is synchronous and stays in this process: Megatron's own writer starts a
+manager process by spawn, which hangs in a script without a `__main__` guard and in a Ray actor, and forks a process
+that has threads.
 """
 
 from __future__ import annotations
@@ -86,13 +87,38 @@ def _sharded_state(learner: Learner, *, is_loading: bool, with_random_state: boo
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     model = learner.model.module.sharded_state_dict(metadata=metadata)
-    state = {
-        "optimizer": learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
-        "model": model,
-    }
+    with _offsets_without_padding(learner.optimizer):
+        optimizer = learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    state = {"model": model, "optimizer": optimizer}
     if with_random_state:
         state["random_state"] = _random_state()
     return state
+
+
+@contextmanager
+def _offsets_without_padding(optimizer: Any) -> Iterator[None]:  # noqa: ANN401
+    """Let `fully_reshardable` look up parameters where they are.
+
+    It gathers the optimizer's buffers without the padding between buckets, and then cuts parameters out at their
+    offsets with it. From the second bucket on that takes other parameters' numbers, and zeros at the end. A tied
+    embedding on the first and last of several pipeline stages has a bucket of its own.
+    """
+    buffers = [buffer for inner in optimizer.chained_optimizers for buffer in getattr(inner, "buffers", ())]
+    padded = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        starts, moved = [start for start, _ in buffer.bucket_indices], [0]
+        for bucket in buffer.buckets:
+            moved.append(moved[-1] + bucket.numel_unpadded)
+        buffer.param_index_map = {
+            parameter: (start - starts[bucket] + moved[bucket], end - starts[bucket] + moved[bucket], bucket)
+            for parameter, (start, end, bucket) in buffer.param_index_map.items()
+        }
+        assert all(end <= buffer.numel_unpadded for _, end, _ in buffer.param_index_map.values())
+    try:
+        yield
+    finally:
+        for buffer, index_map in zip(buffers, padded, strict=True):
+            buffer.param_index_map = index_map
 
 
 def _random_state() -> Any:  # noqa: ANN401

@@ -7,6 +7,7 @@ device `install` does nothing, and nothing in this file is used.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import warnings
 from collections.abc import Callable
@@ -149,6 +150,8 @@ def _silence_runtime_warnings() -> None:
         r"full scope is deprecated",  # about Megatron's own default
     ):
         warnings.filterwarnings("ignore", message=message)
+    # "CPU RNG state changed within GPU RNG context": here the two are one, and the tracker puts the state back.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
 def _patch_megatron_random_state() -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from engine.families import megatron_layout
+from engine.workers import WorkerError
 from trainers.megatron_group import MegatronTrainer
 from trainers.types import Batch, LossSpec, MicroBatch, OptimizerSpec, StepResult, TrainerSpec
 
@@ -28,7 +29,7 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 32, 2, 4, 2, 64
 
 
 class ProcessRank:
-    """A rank in another process; implements the handle that `MegatronTrainer` wants."""
+    """A rank in another process; an `engine.workers.Worker`."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -52,9 +53,12 @@ class ProcessRank:
         return answer
 
     async def call(self, method: str, *args: object, deadline_s: float | None, **kwargs: object) -> Any:  # noqa: ANN401
-        with anyio.fail_after(deadline_s):
-            self.send(method, *args, **kwargs)
-            return await anyio.to_thread.run_sync(self.receive, abandon_on_cancel=False)
+        try:
+            with anyio.fail_after(deadline_s):
+                self.send(method, *args, **kwargs)
+                return await anyio.to_thread.run_sync(self.receive)
+        except Exception as error:
+            raise WorkerError(f"{self.name}.{method} failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         self._connection.close()

@@ -57,11 +57,10 @@ class ProbedRank(MegatronRank):
             out = self._started().model(token_ids, None, None, packed_seq_params=packed_sequences(micro_batch.lengths))
         return out[0].float().numpy()  # type: ignore[no-any-return]
 
-    def moments(self) -> list[Any]:
-        """Return the optimizer's first moments, in its own order."""
-        optimizer = self._started().optimizer
-        states = [inner.optimizer.state for inner in optimizer.chained_optimizers]
-        return [entry["exp_avg"].clone().numpy() for state in states for entry in state.values()]
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Return the optimizer's parameter groups, without parameters."""
+        groups = self._started().optimizer.param_groups
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def main(address: str) -> None:
