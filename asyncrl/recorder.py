@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from asyncrl.fingerprints import Fingerprints
 from asyncrl.idle import BusyClock
 from asyncrl.metrics import EvalRecord, SampleRow, StepRecord
 from asyncrl.scheduler import StepOutcome
@@ -21,6 +22,7 @@ class Recorder:
         self,
         tracker: Tracker,
         summary: SummaryBuilder,
+        fingerprints: Fingerprints,
         busy: BusyClock,
         *,
         store_bytes: int,
@@ -32,6 +34,7 @@ class Recorder:
         """
         self._tracker = tracker
         self._summary = summary
+        self._fingerprints = fingerprints
         self._busy = busy
         self._store_bytes = store_bytes
         self._num_sample_rows = num_sample_rows
@@ -39,6 +42,7 @@ class Recorder:
     def step(self, outcome: StepOutcome) -> None:
         """Report one trained step."""
         record = self._step_record(outcome)
+        self._fingerprints.step(outcome)
         self._summary.step(record)
         self._tracker.step(record)
 

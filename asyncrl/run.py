@@ -108,6 +108,7 @@ async def _run(request: RunRequest, recipe: Recipe, console: Console, report: Ru
             f"publish: {fleet.plan.num_bytes:,} bytes in {fleet.plan.num_buckets} bucket(s), "
             f"{fleet.store_bytes:,} bytes of shared memory"
         )
+        report.fingerprints.open(manifest.digests)
         scheduler = _build_scheduler(request, fleet, manifest, model, tokenizer, prompts, report)
         gc.collect()
         gc.freeze()  # a full collection over start-up's objects would stop the loops for a tenth of a second
@@ -166,6 +167,7 @@ def _build_scheduler(
     recorder = Recorder(
         report.tracker,
         report.summary,
+        report.fingerprints,
         busy,
         store_bytes=fleet.store_bytes,
         num_sample_rows=recipe.tracking.sample_rollouts,

@@ -10,9 +10,11 @@ import anyio
 
 from asyncrl.config import LoadedRecipe
 from asyncrl.console import Console
+from asyncrl.fingerprints import Fingerprints
 from asyncrl.fleet import Fleet
 from asyncrl.idle import BusyClock, IdleShares
-from asyncrl.metrics_file import JsonlTracker, read_lines
+from asyncrl.line_file import read_lines
+from asyncrl.metrics_file import JsonlTracker
 from asyncrl.run_folder import RECIPE
 from asyncrl.summary import ExitReason, Summary, SummaryBuilder, library_versions, write_summary
 from asyncrl.tracker import FanoutTracker, Tracker, WandbTracker
@@ -25,6 +27,7 @@ class RunReport:
     Attributes:
         tracker: all trackers as one.
         summary: gathers what the summary needs.
+        fingerprints: one line a step.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class RunReport:
                 ),
             ]
         )
+        self.fingerprints = Fingerprints(folder, resume_step=resume_step)
         self._folder = folder
         self._console = console
         self._is_resumed = resume_step is not None
@@ -102,6 +106,7 @@ class RunReport:
             libraries=library_versions(),
         )
         write_summary(summary, self._folder)
+        self.fingerprints.close()
         self.tracker.finish(summary)
         return summary
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.line_file import read_lines
 from asyncrl.metrics import EvalRecord, SampleRow, StepRecord, flatten
-from asyncrl.metrics_file import JsonlTracker, read_lines
+from asyncrl.metrics_file import JsonlTracker
 from asyncrl.summary import ExitReason, Summary, SummaryBuilder
 from asyncrl.tracker import TrackingError
 

@@ -21,8 +21,9 @@ import anyio
 import psutil
 import pytest
 
+from asyncrl.line_file import read_lines
 from asyncrl.metrics import STEP_AXIS, EvalRecord, SampleRow, StepRecord, flatten
-from asyncrl.metrics_file import JsonlTracker, read_lines
+from asyncrl.metrics_file import JsonlTracker
 from asyncrl.summary import ExitReason, Summary, SummaryBuilder
 from asyncrl.tracker import FanoutTracker, Tracker, TrackingError, WandbMode, WandbTracker
 
