@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,17 +34,14 @@ class FleetSpec:
         trainer: the same for all training ranks.
         generators: one a replica.
         bucket_bytes, num_slots: of the weight store.
-        environment: of every worker.
         start_deadline_s, call_deadline_s, publish_deadline_s, stop_deadline_s: for one call of one worker.
     """
 
-    cluster: ClusterSpec
     hf_config: Mapping[str, Any]
     trainer: TrainerSpec
     generators: tuple[GeneratorSpec, ...]
     bucket_bytes: int
     num_slots: int
-    environment: Mapping[str, str]
     start_deadline_s: float
     call_deadline_s: float
     publish_deadline_s: float
@@ -53,9 +49,9 @@ class FleetSpec:
 
 
 class Fleet:
-    """All workers of a run. `async with Fleet(spec) as fleet`, then `start`, `publish_first`, and use the parts.
+    """All workers of a run, on a cluster that is up: `with Fleet(spec, cluster) as fleet`, `start`, `publish_first`.
 
-    Leaving the block ends every process and removes the shared memory, however it is left.
+    Leaving the block removes the shared memory, however it is left; the cluster ends the workers.
 
     Attributes:
         trainer: all training ranks.
@@ -68,9 +64,9 @@ class Fleet:
     replicas: tuple[Worker, ...]
     publisher: Publisher
 
-    def __init__(self, spec: FleetSpec) -> None:
+    def __init__(self, spec: FleetSpec, cluster: Cluster) -> None:
         self._spec = spec
-        self._stack = AsyncExitStack()
+        self._cluster = cluster
         self.plan: Plan = make_plan(
             megatron_layout(
                 spec.hf_config, tp=spec.trainer.tp, pp=spec.trainer.pp, dp=spec.trainer.dp, dtype=spec.trainer.dtype
@@ -84,19 +80,12 @@ class Fleet:
         """Shared memory that holds versions, all slots."""
         return store_bytes(self.plan, self._spec.num_slots)
 
-    async def __aenter__(self) -> Fleet:
-        async with AsyncExitStack() as stack:
-            run_id = f"{secrets.token_hex(6)}"
-            self._segments = stack.enter_context(RunSegments.create(run_id, num_bytes=self.store_bytes))
-            self._cluster = await stack.enter_async_context(
-                Cluster(self._spec.cluster, environment=self._spec.environment)
-            )
-            self._stack = stack.pop_all()
+    def __enter__(self) -> Fleet:
+        self._segments = RunSegments.create(secrets.token_hex(6), num_bytes=self.store_bytes)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._stack.aclose()
+    def __exit__(self, *_: object) -> None:
+        self._segments.close()
 
     async def start(self, resume_from: str | None = None) -> None:
         """Start all workers side by side and connect them to the store.
@@ -183,13 +172,7 @@ def fleet_spec(recipe: Recipe, machine: Machine, *, model_dir: str, hf_config: M
     cores = assign_cores(recipe, machine)
     trainer, generator, optimizer = recipe.trainer, recipe.generator, recipe.trainer.optimizer
     trainer_cpus = tuple(ids for ids in cores.trainer if ids is not None)
-    devices = recipe.cluster.devices
     return FleetSpec(
-        cluster=ClusterSpec(
-            address=recipe.cluster.address,
-            num_devices=devices if devices != "auto" else machine.num_devices,
-            placement_deadline_s=recipe.cluster.placement_deadline_s,
-        ),
         hf_config=hf_config,
         trainer=TrainerSpec(
             model_dir=model_dir,
@@ -236,9 +219,20 @@ def fleet_spec(recipe: Recipe, machine: Machine, *, model_dir: str, hf_config: M
         ),
         bucket_bytes=recipe.publish.bucket_bytes,
         num_slots=recipe.schedule.num_slots,
-        environment=worker_environment(generator.threads, device="cuda" if machine.num_gpus > 0 else "cpu"),
         start_deadline_s=recipe.cluster.start_deadline_s,
         call_deadline_s=recipe.cluster.call_deadline_s,
         publish_deadline_s=max(recipe.publish.prepare_deadline_s, recipe.publish.flip_deadline_s),
         stop_deadline_s=recipe.cluster.stop_deadline_s,
     )
+
+
+def cluster_for(recipe: Recipe, machine: Machine) -> Cluster:
+    """The cluster that the recipe names or, without an address, a private one; not yet up."""
+    devices = recipe.cluster.devices
+    spec = ClusterSpec(
+        address=recipe.cluster.address,
+        num_devices=devices if devices != "auto" else machine.num_devices,
+        placement_deadline_s=recipe.cluster.placement_deadline_s,
+    )
+    device = "cuda" if machine.num_gpus > 0 else "cpu"
+    return Cluster(spec, environment=worker_environment(recipe.generator.threads, device=device))

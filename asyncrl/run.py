@@ -19,7 +19,7 @@ from asyncrl.config import LoadedRecipe
 from asyncrl.console import Console
 from asyncrl.data import PromptSets, open_prompts
 from asyncrl.evaluate import Evaluator
-from asyncrl.fleet import Fleet, fleet_spec
+from asyncrl.fleet import Fleet, cluster_for, fleet_spec
 from asyncrl.idle import BusyClock, BusyTrainer, BusyWorker
 from asyncrl.machine import Machine, this_machine
 from asyncrl.model_source import ModelInfo, inspect_folder, materialize
@@ -99,22 +99,23 @@ async def _run(request: RunRequest, recipe: Recipe, console: Console, report: Ru
     )
     console.line(f"run {request.folder}: {model.num_parameters:,} parameters, seed {recipe.seed}")
     spec = fleet_spec(recipe, machine, model_dir=str(model.folder), hf_config=model.hf_config)
-    async with Fleet(spec) as fleet:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(report.start_tracker)
-            tasks.start_soon(fleet.start, str(request.resume.megatron) if request.resume is not None else None)
-        manifest, _ = await fleet.publish_first(WeightVersion(request.first_step))
-        console.line(
-            f"publish: {fleet.plan.num_bytes:,} bytes in {fleet.plan.num_buckets} bucket(s), "
-            f"{fleet.store_bytes:,} bytes of shared memory"
-        )
-        report.fingerprints.open(manifest.digests)
-        scheduler = _build_scheduler(request, fleet, manifest, model, tokenizer, prompts, report)
-        gc.collect()
-        gc.freeze()  # a full collection over start-up's objects would stop the loops for a tenth of a second
-        report.loop_starts()
-        await scheduler.run()
-        report.loop_ended()
+    async with cluster_for(recipe, machine) as cluster:
+        with Fleet(spec, cluster) as fleet:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(report.start_tracker)
+                tasks.start_soon(fleet.start, str(request.resume.megatron) if request.resume is not None else None)
+            manifest, _ = await fleet.publish_first(WeightVersion(request.first_step))
+            console.line(
+                f"publish: {fleet.plan.num_bytes:,} bytes in {fleet.plan.num_buckets} bucket(s), "
+                f"{fleet.store_bytes:,} bytes of shared memory"
+            )
+            report.fingerprints.open(manifest.digests)
+            scheduler = _build_scheduler(request, fleet, manifest, model, tokenizer, prompts, report)
+            gc.collect()
+            gc.freeze()  # a full collection over start-up's objects would stop the loops for a tenth of a second
+            report.loop_starts()
+            await scheduler.run()
+            report.loop_ended()
 
 
 def _find_model(request: RunRequest, machine: Machine) -> ModelInfo:
