@@ -123,7 +123,8 @@ class Publisher:
             The slot.
         """
         self._check_next(version)
-        assert version not in self._records, f"version {version} is {self._records[version].state} already"
+        for other, record in self._records.items():
+            assert record.state is VersionState.COMMITTED, f"version {other} is {record.state} already, not committed"
         free = self._free_slots()
         assert free, f"no slot for version {version}: {self._num_slots} are taken by {self._describe()}"
         self._records[version] = _Record(VersionState.WRITING, free[0])
@@ -219,8 +220,9 @@ class Publisher:
     def _commit_alias(self, version: int) -> Manifest:
         newest = self._newest
         assert newest is not None, f"version {version} is the first one: there is nothing that it could be equal to"
-        reserved = self._records.pop(version, None)
-        assert reserved is None or reserved.state is VersionState.WRITING, f"version {version} is {reserved} already"
+        if version in self._records:
+            self._record(version, VersionState.WRITING)
+
         record = _Record(VersionState.SEALED, newest.slot, newest.digests)
         record.manifest = Manifest(
             epoch=self._epoch,
