@@ -56,11 +56,15 @@ pip_install() {
     fi
 }
 
+is_offline() {
+    grep -qE 'name resolution|Name or service not known|NewConnectionError|ConnectTimeout|ProxyError|SSLError|Read timed out|Network is unreachable' $log
+}
+
 explain() {
     grep -E '^(ERROR|WARNING: Retrying|OSError)' $log | tail -n 3 >&2 || tail -n 3 $log >&2
     if grep -q 'No space left' $log; then
         fail "the disk is full." "Make room ($needed_gib GiB) and run again."
-    elif grep -qE 'name resolution|Name or service not known|NewConnectionError|ConnectTimeout|ProxyError|SSLError|Read timed out|Network is unreachable' $log; then
+    elif is_offline; then
         fail "the package registry cannot be reached." "Check the network and pip's configuration (pip config list), then run again." \
             "pip's own words: $root/$log"
     fi
@@ -74,11 +78,15 @@ install_torch() {
     pin=$(grep '^torch==' $lock)
     if pip_install "$pin"; then return; fi
     grep -q 'No matching distribution found for torch' $log || explain
-    [ -n "${ASYNCRL_TORCH_INDEX:-}" ] || fail "pip found no $pin, the CPU build of torch." \
+    if [ -n "${ASYNCRL_TORCH_INDEX:-}" ]; then
+        say "pip's configuration has no $pin; trying ASYNCRL_TORCH_INDEX"
+        PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:+$PIP_EXTRA_INDEX_URL }$ASYNCRL_TORCH_INDEX" pip_install "$pin" || explain
+        return
+    fi
+    if is_offline; then explain; fi
+    fail "pip found no $pin, the CPU build of torch." \
         "Set ASYNCRL_TORCH_INDEX to PyTorch's CPU wheel index (pytorch.org, 'Get started': Pip, CPU) and run again, or" \
         "put that wheel where pip is configured to look (pip config list)."
-    say "pip's configuration has no $pin; trying ASYNCRL_TORCH_INDEX"
-    PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:+$PIP_EXTRA_INDEX_URL }$ASYNCRL_TORCH_INDEX" pip_install "$pin" || explain
 }
 
 # Every pin is there in its version. pip says so too; this reads what is really on the disk.
