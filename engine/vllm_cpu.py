@@ -153,15 +153,17 @@ def _packed_layers(model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     head = getattr(model, "lm_head", None)
+    # By tensor, not by path: a tied head's weight goes by the embedding's name.
+    names = {param: name for name, param in model.named_parameters()}
     layers: dict[str, torch.nn.Module] = {}
-    for prefix, layer in model.named_modules():
+    for layer in model.modules():
         if not getattr(layer, _PACKED, False):
             continue
 
         if isinstance(layer, VocabParallelEmbedding) and layer is not head:
             continue  # an embedding that is only looked up in: vLLM packs it too, and never computes with the copy
 
-        layers.update((f"{prefix}.{name}", layer) for name, _ in layer.named_parameters(recurse=False))
+        layers.update((names[param], layer) for param in layer.parameters(recurse=False))
     return layers
 
 
