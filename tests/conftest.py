@@ -7,7 +7,6 @@ is still there at its end.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import time
@@ -146,23 +145,25 @@ def _run_folders() -> list[Path]:
 
 
 def _left_folders(watch: _Watch) -> list[str]:
-    """Return a complaint for every run folder that appeared in this session and that no other live run holds."""
+    """Return a complaint for every run folder that appeared in this session and is not another session's."""
     new = [folder for folder in _run_folders() if folder not in watch.folders_before]
-    return [f"left in shared memory: {folder}" for folder in new if not _is_held_elsewhere(folder)]
+    ours = {os.getpid(), *(process.pid for process in _session_processes(watch.token))}
+    return [f"left in shared memory: {folder}" for folder in new if folder.exists() and not _holders(folder) - ours]
 
 
-def _is_held_elsewhere(folder: Path) -> bool:
-    """Return whether a process outside this one holds the lock of a run's folder."""
-    path = folder / "run.lock"
-    try:
-        with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return not folder.exists()
-    except BlockingIOError:
-        return not any(Path(file.path) == path for file in psutil.Process().open_files())
+def _holders(folder: Path) -> set[int]:
+    """Return the processes that have a file of `folder` open (the run's lock) or mapped (its segments)."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            paths = [*(file.path for file in process.open_files()), *(each.path for each in process.memory_maps())]
+        except psutil.Error:  # ended meanwhile, or somebody else's
+            continue
 
-    return False
+        if any(Path(path).is_relative_to(folder) for path in paths):
+            found.add(process.pid)
+
+    return found
 
 
 def _left_processes(token: str) -> list[str]:
