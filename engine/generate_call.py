@@ -87,8 +87,8 @@ class GenerateCall:
         )
 
 
-def check_request(request: GenerateRequest, max_model_len: int) -> None:
-    """Raise ValueError, with both values, for a request that no engine of `max_model_len` tokens could serve."""
+def check_request(request: GenerateRequest, max_model_len: int, vocabulary_size: int) -> None:
+    """Raise ValueError, with both values, for a request that the engine cannot serve."""
     if len(request.seeds) != len(request.prompt_ids):
         raise ValueError(f"{len(request.prompt_ids)} prompts but {len(request.seeds)} seeds: one seed a sample")
 
@@ -99,6 +99,12 @@ def check_request(request: GenerateRequest, max_model_len: int) -> None:
     for index, prompt in enumerate(request.prompt_ids):
         if not prompt:
             raise ValueError(f"prompt {index} is empty")
+
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary_size:
+            raise ValueError(
+                f"prompt {index} has token ids from {min(prompt)} to {max(prompt)}; the model's are in "
+                f"[0, {vocabulary_size}): was it tokenized for another model?"
+            )
 
         if len(prompt) + max_tokens > max_model_len:
             raise ValueError(

@@ -79,6 +79,9 @@ class WorkerReport:
 class InferenceEngine(Protocol):
     """What a replica needs of an engine; `engine.vllm_engine.VllmEngine` documents and implements it."""
 
+    @property
+    def vocabulary_size(self) -> int: ...
+
     def params(self) -> Mapping[str, torch.Tensor]: ...
 
     def add(
@@ -238,7 +241,7 @@ class GeneratorWorker:
         """
         engine = self._serving_engine()
         self._check_version(request.version)
-        check_request(request, self._spec.max_model_len)
+        check_request(request, self._spec.max_model_len, engine.vocabulary_size)
         num_samples = len(request.prompt_ids)
         call = GenerateCall(request, map(str, itertools.islice(self._request_numbers, num_samples)))
         if num_samples == 0:

@@ -100,6 +100,11 @@ class VllmEngine:
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._model: torch.nn.Module = self._engine.model_executor.driver_worker.get_model()
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are in [0, this); vLLM itself does not look, and an id beyond it ends the engine."""
+        return int(self._engine.model_config.get_vocab_size())
+
     def params(self) -> dict[str, torch.Tensor]:
         """Every live parameter by vLLM's name; a tied output head is the embedding and has no name of its own."""
         return dict(self._model.named_parameters())
@@ -115,7 +120,7 @@ class VllmEngine:
         """Queue requests, all or none. A lower `priority` number goes first.
 
         Raises:
-            ValueError: vLLM refuses one (a token outside the vocabulary, a temperature out of range).
+            ValueError: vLLM refuses one (a temperature out of range).
         """
         template = _sampling_params(sampling)
         added: list[str] = []

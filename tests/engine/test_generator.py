@@ -36,6 +36,7 @@ class FakeEngine:
     priorities: dict[str, int] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     fail_repack: bool = False
+    vocabulary_size: int = 20
 
     def params(self) -> Mapping[str, Any]:
         return {"w": np.zeros(2, np.float32), "v": np.zeros(1, np.float32)}
@@ -53,7 +54,8 @@ class FakeEngine:
             assert prompt
             assert request_id not in self.priorities
             if seed == 666:
-                raise ValueError("a token outside the vocabulary")
+                self.abort(request_ids[:1])
+                raise ValueError("the engine does not like this seed")
             self.priorities[request_id] = priority
             self.waiting.append((priority, len(self.priorities), request_id, seed))
 
@@ -472,7 +474,9 @@ def test_an_empty_request_has_an_empty_answer(on_loop: OnLoop) -> None:
     [
         (request(1, prompt=(1, 2, 3, 4, 5)), "prompt 0 has 5 tokens and max_tokens is 4.*max_model_len 8"),
         (request(1, prompt=()), "prompt 0 is empty"),
-        (request(666), "outside the vocabulary"),
+        (request(1, prompt=(5, 20)), r"prompt 0 has token ids from 5 to 20; the model's are in \[0, 20\)"),
+        (request(1, prompt=(-1,)), "prompt 0 has token ids from -1 to -1"),
+        (request(1, 666), "does not like this seed"),
         (
             GenerateRequest(version=WeightVersion(0), prompt_ids=((5,), (6,)), seeds=(1,), sampling=SAMPLING),
             "2 prompts but 1 seeds",
