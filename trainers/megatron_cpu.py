@@ -18,7 +18,7 @@ import torch
 _VERSION = "0.16."
 _MARK = "_asyncrl_megatron_cpu"
 _NOT_NEEDED = ("wandb", "triton")
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "arange")
+_FACTORIES = ("tensor", "zeros")
 
 
 def install() -> None:
@@ -74,9 +74,8 @@ def _patch_device() -> None:
         return str(plain_type(self)).replace("torch.", "torch.cuda.", 1)
 
     _set(torch.Tensor, "type", cuda_type)
-    # Pipeline communication and checkpoints wait for the device.
+    # Pipeline communication, checkpoints and our own clocks wait for the device.
     _set(torch.cuda, "synchronize", lambda *_, **__: None)
-    _set(torch.cuda, "empty_cache", lambda: None)
 
 
 def _without_cuda(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -94,7 +93,6 @@ def _patch_random_state() -> None:
     """Megatron's tracker of CUDA random states then tracks the CPU's generator."""
     _set(torch.cuda, "manual_seed", torch.manual_seed)
     _set(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
-    _set(torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
 
 
 def _import_lightly() -> None:
@@ -166,7 +164,7 @@ def _patch_packed_rotary() -> None:
     """Fill the place of Transformer Engine's fused kernel: Megatron's own code loops over the sequences in Python."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    from trainers.packing import rotate_packed
+    from trainers.fused_cpu import rotate_packed
 
     _set(rope_utils, "fused_apply_rotary_pos_emb_thd", rotate_packed)
 

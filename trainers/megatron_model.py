@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.layout import Layout
+from trainers.fused_cpu import SwiGlu
 from trainers.packing import PackedAttention, group_sequences
 
 HfConfig = Mapping[str, Any]
@@ -69,6 +70,7 @@ def transformer_config(hf_config: HfConfig, *, tp: int, pp: int, dtype: torch.dt
         moe_token_dispatcher_type="alltoall",  # there are no experts, but variable lengths refuse the default
         apply_rope_fusion=True,
         bias_activation_fusion=on_gpu,
+        use_te_activation_func=not on_gpu,  # "the activation is the layer spec's": SwiGlu
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,  # not on the packed path
         gradient_accumulation_fusion=False,  # needs Apex
@@ -133,6 +135,7 @@ def _layer_spec() -> Any:  # noqa: ANN401
 
     spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    spec.submodules.mlp.submodules.activation_func = SwiGlu
     return spec
 
 

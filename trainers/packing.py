@@ -1,7 +1,7 @@
-"""Packed sequences on a CPU: attention over groups of like length, and rotary embeddings per sequence.
+"""Packed sequences on a CPU: attention over groups of like length.
 
-On a GPU, Transformer Engine's `thd` kernels do both. Megatron's own CPU code refuses packed attention and loops over
-sequences for the rotary embedding; here neither does any work per sequence in Python. torch only, no megatron.
+On a GPU, Transformer Engine's `thd` kernels do this. Megatron's own CPU attention refuses packed sequences; here no
+sequence costs any work in Python. torch only, no megatron.
 """
 
 from __future__ import annotations
@@ -166,49 +166,3 @@ class PackedAttention(torch.nn.Module):
             q, k, v, is_causal=True, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2).reshape(query.shape)
-
-
-class _Rotate(torch.autograd.Function):
-    """x * cos + swapped halves * sin, with the first half of `sin` negated (RoFormer, arXiv 2104.09864, equation 34,
-    with halves in place of pairs). The backward is the rotation by the opposite angle.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((second, first), dim=-1).mul_(sin).addcmul_(x, cos)
-
-
-def rotate_packed(
-    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_size: int = 1, cp_rank: int = 0, **_: object
-) -> Tensor:
-    """Apply rotary embeddings with positions that restart at every sequence.
-
-    The signature is that of Transformer Engine's `fused_apply_rotary_pos_emb_thd`, whose place it takes on a CPU.
-
-    Args:
-        t: [T, heads, head dim].
-        cu_seqlens: int32 [sequences + 1].
-        freqs: [longest sequence, 1, 1, head dim], the angles, the same in both halves.
-        cp_size, cp_rank: context parallelism, not supported here.
-    """
-    assert cp_size == 1, f"packed rotary embeddings on a CPU have no context parallelism, got cp_size={cp_size}"
-    half = t.shape[-1] // 2
-    assert freqs.shape[-1] == t.shape[-1], "partial rotary embeddings are not supported on a CPU"
-    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
-    positions = torch.arange(t.shape[0], dtype=starts.dtype) - starts
-    angles = freqs[:, 0]
-    sin = torch.cat((-angles[..., :half].sin(), angles[..., half:].sin()), dim=-1)
-    cos, sin = (table.to(t.dtype).index_select(0, positions) for table in (angles.cos(), sin))
-    rotated: Tensor = _Rotate.apply(t, cos, sin)  # type: ignore[no-untyped-call]
-    return rotated

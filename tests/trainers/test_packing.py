@@ -1,4 +1,4 @@
-"""Packed attention and rotary embeddings against one sequence at a time, forward and backward."""
+"""Packed attention against one sequence at a time, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.packing import PackedAttention, group_sequences, rotate_packed
+from trainers.packing import PackedAttention, group_sequences
 
 _LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(tuple)
 
@@ -65,27 +65,3 @@ def test_packed_attention_equals_one_sequence_at_a_time(lengths: tuple[int, ...]
     gradients = torch.autograd.grad((found * weights).sum(), (q, k, v))
     for gradient, expected in zip(gradients, torch.autograd.grad((wanted * weights).sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-5)
-
-
-def test_rotation_restarts_at_every_sequence() -> None:
-    """The formula of a rotation in the plane of (x_i, x_{i + d/2}), position by position."""
-    lengths, heads, dim = (3, 1, 7), 2, 6
-    generator = torch.Generator().manual_seed(0)
-    t = torch.randn(sum(lengths), heads, dim, generator=generator).requires_grad_()
-    weights = torch.randn(t.shape, generator=generator)
-    frequencies = torch.tensor([1.0, 0.3, 0.01])
-    angles = torch.arange(max(lengths))[:, None] * torch.cat((frequencies, frequencies))
-    ends = torch.tensor((0, *lengths)).cumsum(0).int()
-
-    found = rotate_packed(t, ends, angles[:, None, None, :])
-    rows, row = [], 0
-    for length in lengths:
-        for position in range(length):
-            first, second = t[row].double().chunk(2, dim=-1)
-            cos, sin = (position * frequencies.double()).cos(), (position * frequencies.double()).sin()
-            rows.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
-            row += 1
-    wanted = torch.stack(rows)
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-6)
-    (gradient,), (expected,) = (torch.autograd.grad((x * weights).sum(), t) for x in (found, wanted))
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
