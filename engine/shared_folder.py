@@ -1,22 +1,24 @@
 """The run's private folder of shared memory: made and locked by the driver, swept when its run is dead.
 
-It is a 0700 folder under /dev/shm named asyncrl-<uid>-<run_id>. The driver holds `run.lock` in it (flock) as long as it
-lives; a folder of this user whose lock is free belongs to a dead run and is removed at the next start.
+It is a `LockedFolder` under /dev/shm named asyncrl-<uid>-<run_id>: one of this user whose run is dead is removed at the
+next start.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+
+from engine import locked_folder
+from engine.locked_folder import LockedFolder
 
 SHARED_MEMORY_ROOT = Path("/dev/shm")
 
-_LOCK_NAME = "run.lock"
+_KIND = "asyncrl"
 
 
 class WeightTransferError(RuntimeError):
@@ -30,9 +32,9 @@ class RunSegments:
         folder: hand it to `SnapshotWriter` and `Receiver`.
     """
 
-    def __init__(self, folder: Path, lock: int) -> None:
-        self.folder = folder
-        self._lock: int | None = lock
+    def __init__(self, locked: LockedFolder) -> None:
+        self.folder = locked.path
+        self._locked = locked
 
     @classmethod
     def create(cls, run_id: str, *, num_bytes: int = 0, root: Path = SHARED_MEMORY_ROOT) -> RunSegments:
@@ -51,20 +53,14 @@ class RunSegments:
             raise ValueError(f"run id {run_id!r} is no file name: use letters, digits, '.', '_' and '-'")
 
         sweep(root)
-        folder = root / f"{_folder_prefix()}{run_id}"
         check_space(root, num_bytes)
-        while True:
-            try:
-                folder.mkdir(mode=0o700)
-            except FileExistsError:
-                raise ValueError(
-                    f"{folder} exists and could not be swept: run {run_id} is live (its lock is held), or the folder "
-                    f"is not a private one of this user; take another run id or remove it"
-                ) from None
-
-            lock = _create_lock(folder)
-            if lock is not None:
-                return cls(folder, lock)
+        try:
+            return cls(LockedFolder.create(root, _KIND, run_id))
+        except FileExistsError as error:
+            raise ValueError(
+                f"{error.filename} exists and could not be swept: run {run_id} is live (its lock is held), or the "
+                "folder is not a private one of this user; take another run id or remove it"
+            ) from None
 
     def require_space(self, num_bytes: int) -> None:
         """Raise WeightTransferError unless `num_bytes` more fit, with both numbers and the cure."""
@@ -72,12 +68,7 @@ class RunSegments:
 
     def close(self) -> None:
         """Remove the folder with everything in it, dead ranks' files too, and give up the lock. Idempotent."""
-        if self._lock is None:
-            return
-
-        _remove_folder(self.folder)
-        os.close(self._lock)
-        self._lock = None
+        self._locked.close()
 
     def __enter__(self) -> RunSegments:
         return self
@@ -88,18 +79,7 @@ class RunSegments:
 
 def sweep(root: Path = SHARED_MEMORY_ROOT) -> list[Path]:
     """Remove the folders of this user's dead runs (their lock is free) and return them."""
-    removed: list[Path] = []
-    for folder in sorted(root.glob(f"{_folder_prefix()}*")):
-        lock = _take_free_lock(folder)
-        if lock is not None:
-            _remove_folder(folder)
-            os.close(lock)
-            removed.append(folder)
-    return removed
-
-
-def _folder_prefix() -> str:
-    return f"asyncrl-{os.geteuid()}-"
+    return locked_folder.sweep(root, _KIND)
 
 
 def check_space(root: Path, num_bytes: int) -> None:
@@ -139,54 +119,3 @@ def private_folder(folder: Path) -> Iterator[int]:
         yield folder_fd
     finally:
         os.close(folder_fd)
-
-
-def _create_lock(folder: Path) -> int | None:
-    """Create and take the lock of a new folder; None if a sweep took the folder for a dead one in this very moment."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        lock = os.open(folder / _LOCK_NAME, flags, 0o600)
-    except FileNotFoundError:
-        return None
-
-    fcntl.flock(lock, fcntl.LOCK_EX)  # waits for that sweep, which has unlinked the file by then
-    return _unless_swept(lock)
-
-
-def _take_free_lock(folder: Path) -> int | None:
-    """Take the lock of a dead run's folder; None if the run lives, is not ours, or is just being made or swept."""
-    try:
-        with private_folder(folder) as folder_fd:
-            lock = os.open(_LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
-    except WeightTransferError:
-        return None
-    except FileNotFoundError:
-        # Killed between mkdir and lock, or not there yet. Only an empty folder goes, and its creator then starts again.
-        with suppress(OSError):
-            folder.rmdir()
-        return None
-
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-
-    return _unless_swept(lock)
-
-
-def _unless_swept(lock: int) -> int | None:
-    """Return the lock if its file still exists; whoever took it earlier may have removed the folder."""
-    if os.fstat(lock).st_nlink == 1:
-        return lock
-
-    os.close(lock)
-    return None
-
-
-def _remove_folder(folder: Path) -> None:
-    """Unlink everything in the folder, the lock last (a removal that is cut short can be taken up again), then it."""
-    names = [entry.name for entry in os.scandir(folder) if entry.name != _LOCK_NAME]
-    for name in [*names, _LOCK_NAME]:
-        (folder / name).unlink(missing_ok=True)
-    folder.rmdir()

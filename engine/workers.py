@@ -8,8 +8,8 @@ Nothing above this file knows that there is Ray.
 from __future__ import annotations
 
 import os
+import re
 import secrets
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +18,21 @@ from typing import Any, Protocol
 
 import anyio
 
+from engine.locked_folder import LockedFolder
+
 DEVICE_RESOURCE = "asyncrl_device"
 _OBJECT_STORE_BYTES = 128 << 20  # only requests and results pass here, never weights
+_TEMP_KIND = "asyncrl-ray"
+_TEMP_ROOT_CHARACTERS = 18  # with more, Ray's socket paths may pass 107 characters
+_TAIL_LINES, _TAIL_BYTES = 12, 16 << 10
+
+
+class ClusterError(RuntimeError):
+    """There is no Ray to place workers on."""
 
 
 class WorkerError(RuntimeError):
-    """A worker's method raised; the message names worker and method, `__cause__` is the original error."""
+    """A worker's method raised; the message names worker and method, `__cause__` has the worker's traceback."""
 
 
 class WorkerDied(RuntimeError):
@@ -90,9 +99,13 @@ class WorkerSpec:
 class RayWorker:
     """A `Worker` over a Ray actor handle."""
 
-    def __init__(self, name: str, actor: Any) -> None:  # noqa: ANN401
+    def __init__(self, name: str, actor: Any, logs: Path | None) -> None:  # noqa: ANN401
+        """Args:
+        logs: the folder that the worker's output goes to, if it is on this machine.
+        """
         self.name = name
         self._actor = actor
+        self._logs = logs
 
     async def call(self, method: str, *args: Any, deadline_s: float | None, **kwargs: Any) -> Any:  # noqa: ANN401
         import ray.exceptions
@@ -101,21 +114,33 @@ class RayWorker:
         try:
             with anyio.fail_after(deadline_s):
                 return await getattr(self._actor, method).remote(*args, **kwargs)
+        except ray.exceptions.RayTaskError as error:  # before TimeoutError: Ray's is one too if the worker's was
+            raise WorkerError(f"{where} failed: {_worker_error(error)}") from error
+        except ray.exceptions.RayActorError as error:
+            raise self._death(method, error) from error
         except TimeoutError as error:
             raise WorkerTimeout(
                 f"{where} did not answer within {deadline_s:g} s; if the machine is only slow, raise the deadline"
             ) from error
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, BaseException) else error
-            raise WorkerError(f"{where} failed: {type(cause).__name__}: {cause}") from error
-        except ray.exceptions.RayActorError as error:
-            raise WorkerDied(f"{self.name} died while {method} was running or before: {_first_line(error)}") from error
+        except ray.exceptions.RayError as error:
+            raise WorkerError(f"{where} failed: {_first_line(error)}") from error
 
     def kill(self) -> None:
         """End the process at once; a worker that is already gone is fine."""
         import ray
 
         ray.kill(self._actor, no_restart=True)
+
+    def _death(self, method: str, error: BaseException) -> Exception:
+        text = str(error)
+        pid = re.search(r"^\s*pid: (\d+)$", text, re.MULTILINE)
+        if "error raised in its creation task" in text:
+            return WorkerError(f"{self.name}.__init__ failed: {text.strip().splitlines()[-1]}")
+
+        process = f"{self.name} (process {pid[1]})" if pid is not None else self.name
+        message = f"{process} died while {method} was running or before: {_why_dead(text)}"
+        tail = _tail(self._logs, pid[1]) if pid is not None and self._logs is not None else []
+        return WorkerDied("\n".join([f"{message}. Its last words:", *tail] if tail else [message]))
 
 
 class Cluster:
@@ -128,41 +153,34 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, *, environment: Mapping[str, str]) -> None:
         """Args:
         spec: where workers run.
-        environment: set in this process before Ray starts, so that every worker of a private cluster inherits it
-            without a per-worker runtime environment (which costs start-up time).
+        environment: of every worker. A private cluster inherits it from this process, without a runtime environment
+            (which costs start-up time).
         """
         self._spec = spec
         self._environment = dict(environment)
         self._workers: list[RayWorker] = []
-        self._temp_dir: Path | None = None
+        self._temp: LockedFolder | None = None
 
     async def __aenter__(self) -> Cluster:
-        os.environ.update(self._environment)
-        os.environ.update({name: os.environ.get(name, value) for name, value in _ray_environment().items()})
-        import ray  # reads RAY_AUTH_MODE while it is imported
-
-        if ray.is_initialized():
-            raise RuntimeError("Ray already runs in this process; leave its block before starting another cluster")
-
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
         if self._spec.address is not None:
             options["address"] = self._spec.address
         else:
-            # Short: Ray's socket paths below it must stay under 108 characters.
-            self._temp_dir = Path(tempfile.mkdtemp(prefix=f"asyncrl-ray-{os.getuid()}-", dir="/tmp"))
+            os.environ.update({**_private_ray_environment(), **self._environment})
+            self._temp = LockedFolder.create(_temp_root(), _TEMP_KIND, secrets.token_hex(4))
             options.update(
                 num_cpus=0,  # no worker asks for one, and Ray starts an idle process for each
                 num_gpus=0 if not _has_gpu() else None,
                 resources={DEVICE_RESOURCE: self._spec.num_devices},
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=str(self._temp_dir),
+                _temp_dir=str(self._ray_folder),
                 _node_ip_address="127.0.0.1",
             )
         try:
-            ray.init(**options)  # in the main thread: Ray sets a signal handler
+            _start_ray(options)
         except BaseException:
-            self._remove_temp_dir()
+            self._remove_temp()
             raise
 
         return self
@@ -174,7 +192,12 @@ class Cluster:
             for worker in self._workers:
                 worker.kill()
             await anyio.to_thread.run_sync(ray.shutdown)
-            self._remove_temp_dir()
+            self._remove_temp()
+
+    @property
+    def _ray_folder(self) -> Path | None:
+        """Ray opens its folder to everybody, so it is one inside ours. None: the cluster is not ours."""
+        return self._temp.path / "r" if self._temp is not None else None
 
     async def place(self, spec: WorkerSpec) -> RayWorker:
         """Start a worker and wait until its process is up (its `__init__` has run).
@@ -187,37 +210,43 @@ class Cluster:
         import ray
         import ray.exceptions
 
-        wanted = {DEVICE_RESOURCE: float(spec.num_devices)}
         total = _resources()[0]
         if total < spec.num_devices:
-            raise PlacementError(self._no_room(spec, wanted))
+            raise PlacementError(self._no_room(spec, f"no room for {spec.name}"))
 
-        options: dict[str, Any] = {"num_cpus": 0, "resources": wanted, "max_restarts": 0}
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "resources": {DEVICE_RESOURCE: float(spec.num_devices)},
+            "max_restarts": 0,
+        }
         if _has_gpu():
             options["num_gpus"] = spec.num_devices
-        if spec.environment:
-            options["runtime_env"] = {"env_vars": dict(spec.environment)}
-        worker = RayWorker(spec.name, ray.remote(spec.cls).options(**options).remote(*spec.args))
+        own = {**(self._environment if self._temp is None else {}), **spec.environment}
+        if own:
+            options["runtime_env"] = {"env_vars": own}
+        logs = self._ray_folder / "session_latest" / "logs" if self._ray_folder is not None else None
+        worker = RayWorker(spec.name, ray.remote(spec.cls).options(**options).remote(*spec.args), logs)
         self._workers.append(worker)
         try:
             await worker.call("__ray_ready__", deadline_s=self._spec.placement_deadline_s)
         except WorkerTimeout as error:
-            raise PlacementError(self._no_room(spec, wanted)) from error
+            late = f"{spec.name} has no room, or did not come up, within {self._spec.placement_deadline_s:g} s"
+            raise PlacementError(self._no_room(spec, late)) from error
 
         return worker
 
-    def _no_room(self, spec: WorkerSpec, wanted: Mapping[str, float]) -> str:
+    def _no_room(self, spec: WorkerSpec, what: str) -> str:
         total, free = _resources()
-        return (
-            f"no room for {spec.name} within {self._spec.placement_deadline_s:g} s: it wants "
-            f"{wanted[DEVICE_RESOURCE]:g} device slot(s); the cluster has {total:g}, {free:g} of them free. "
+        cure = (
             "Raise cluster.devices, or use fewer ranks or replicas"
+            if self._spec.address is None
+            else "Give its nodes more, with `ray start --resources='{\"" + DEVICE_RESOURCE + "\": 4}'`"
         )
+        return f"{what}: it wants {spec.num_devices} device slot(s); the cluster has {total:g}, {free:g} of them free. {cure}"
 
-    def _remove_temp_dir(self) -> None:
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
-            self._temp_dir = None
+    def _remove_temp(self) -> None:
+        if self._temp is not None:
+            self._temp.close()
 
 
 async def call_all(
@@ -273,19 +302,78 @@ def _resources() -> tuple[float, float]:
     return total.get(DEVICE_RESOURCE, 0.0), free.get(DEVICE_RESOURCE, 0.0)
 
 
-def _ray_environment() -> dict[str, str]:
-    """Ray's settings by environment; what the user has set wins."""
-    return {
+def _start_ray(options: Mapping[str, Any]) -> None:
+    """Start or join Ray. In the main thread: Ray's processes end with the thread that started them.
+
+    Raises:
+        ClusterError: it did not come up, or cannot be reached.
+    """
+    import ray
+    from ray._private import utils, worker
+
+    if ray.is_initialized():
+        raise RuntimeError("Ray already runs in this process; leave its block before starting another cluster")
+
+    # `log_to_driver=False` does not stop Ray from printing that a worker died; who waits for the worker is told anyway.
+    worker._worker_logs_enabled = False
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None  # what SIGTERM does is the program's business
+    try:
+        ray.init(**options)
+    except (RuntimeError, ConnectionError, OSError, ValueError, ray.exceptions.RayError) as error:
+        what = f"cannot join the Ray cluster at {options['address']}" if "address" in options else "Ray did not start"
+        raise ClusterError(f"{what}: {type(error).__name__}: {_first_line(error)}") from error
+    finally:
+        utils.set_sigterm_handler = set_handler
+
+
+def _private_ray_environment() -> dict[str, str]:
+    """Settings of a cluster of our own; Ray reads some of them while it is imported. What the user has set wins."""
+    ours = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's coming default, without its warning
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one machine, as on those systems: bind loopback only
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one into the home folder
     }
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
+
+
+def _temp_root() -> Path:
+    """The user's temporary folder if it is short enough for Ray's sockets, else /tmp."""
+    wanted = tempfile.gettempdir()
+    return Path(wanted if len(wanted) + len(str(os.geteuid())) <= _TEMP_ROOT_CHARACTERS else "/tmp")
 
 
 def _has_gpu() -> bool:
     """Whether this machine has an NVIDIA GPU, without importing torch."""
     return Path("/dev/nvidiactl").exists()
+
+
+def _worker_error(error: Any) -> str:  # noqa: ANN401
+    """Type and message of what a worker raised."""
+    cause = error.cause if isinstance(error.cause, BaseException) else error
+    return f"{type(cause).__name__}: {cause}"
+
+
+def _why_dead(text: str) -> str:
+    """The part of Ray's long message that says something."""
+    if "connection error code 2" in text:
+        return "its process is gone (killed, out of memory, or crashed)"
+
+    found = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text, re.MULTILINE)
+    return found[1] if found is not None else text.strip().splitlines()[0]
+
+
+def _tail(logs: Path, pid: str) -> list[str]:
+    """The last lines that a process wrote to its standard error."""
+    for path in logs.glob(f"worker-*-{pid}.err"):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip() and not line.startswith(":")][-_TAIL_LINES:]
+
+    return []
 
 
 def _first_line(error: BaseException) -> str:
