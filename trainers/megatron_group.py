@@ -12,6 +12,7 @@ from trainers.types import Batch, MicroBatch, RankInfo, RankStepResult, StepResu
 
 if TYPE_CHECKING:
     from engine.plan import Plan
+    from trainers.base import Trainer
 
 
 class MegatronTrainer:
@@ -136,3 +137,7 @@ def _merged(digests: Sequence[Mapping[int, str]]) -> dict[int, str]:
         assert not merged.keys() & own.keys(), f"buckets {sorted(merged.keys() & own.keys())} have two writers"
         merged.update(own)
     return merged
+
+
+if TYPE_CHECKING:
+    _IS_A_TRAINER: type[Trainer] = MegatronTrainer

@@ -5,6 +5,7 @@ Started by conftest.py as `python rank_server.py SOCKET`; answers one call after
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from multiprocessing.connection import Client
@@ -56,6 +57,13 @@ class ProbedRank(MegatronRank):
         with torch.no_grad():
             out = self._started().model(token_ids, None, None, packed_seq_params=packed_sequences(micro_batch.lengths))
         return out[0].float().numpy()  # type: ignore[no-any-return]
+
+    def threads(self) -> tuple[set[tuple[int, ...]], int]:
+        """Return the cores of all threads, and how many torch uses."""
+        import torch
+
+        tasks = [int(task) for task in os.listdir("/proc/self/task")]
+        return {tuple(sorted(os.sched_getaffinity(task))) for task in tasks}, torch.get_num_threads()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return the optimizer's parameter groups, without parameters."""

@@ -125,6 +125,8 @@ def test_hyperparameters_are_the_spec_s_after_a_load(
 ) -> None:
     trainer = start_trainer()
     _train(trainer, _batches(batches, dp=1, num_steps=1))
+    (groups,) = trainer.probe("hyperparameters")
+    assert {group["weight_decay"] for group in groups} == {0.1, 0.0}, "biases and norms are not decayed"
     trainer.run("save", str(tmp_path))
     changed = start_trainer(optimizer=OptimizerSpec(lr=1e-3, betas=(0.8, 0.9), weight_decay=0.0))
     changed.run("load", str(tmp_path))

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from trainers.megatron_model import _check_supported
-from trainers.types import LossSpec, MicroBatch, OptimizerSpec
+from trainers.types import Batch, LossSpec, MicroBatch, OptimizerSpec
 
 if TYPE_CHECKING:
     from tests.trainers.conftest import Batches, StartTrainer
@@ -91,6 +91,32 @@ def test_gradient_equals_hugging_face_autograd(
         scale = np.abs(expected).max()
         assert scale > 0 or name.endswith("k_proj.bias"), name  # softmax does not see a constant shift of all keys
         np.testing.assert_allclose(gradient[name], expected, rtol=0, atol=max(1e-4 * scale, 1e-7), err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp": 2}], ids=str)
+def test_a_step_equals_torch_adamw(
+    start_trainer: StartTrainer, batches: Batches, tied_model: Path, sizes: dict[str, int]
+) -> None:
+    """Clipping, learning rate, weight decay and update, on Hugging Face's gradient. A large eps keeps Adam smooth."""
+    micro, spec, num_loss_tokens = batches.micro(7, 2, 19, 11), LossSpec(entropy_coef=0.05), 30
+    optimizer = OptimizerSpec(lr=0.02, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.3, clip_grad=0.4, warmup_steps=2)
+    model, logits = _reference(tied_model, micro)
+    loss = _reference_loss(torch.cat(logits), micro, spec, num_loss_tokens)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4)
+    decayed, plain = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": decayed, "weight_decay": 0.3}, {"params": plain, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-2).step()
+
+    trainer = start_trainer(loss=spec, optimizer=optimizer, **sizes)
+    parts = batches.split(micro)
+    shares = tuple(tuple(parts[rank :: trainer.spec.dp]) for rank in range(trainer.spec.dp))
+    result = trainer.step(Batch(step=0, micro_batches=shares, num_loss_tokens=num_loss_tokens, oldest_version=None))
+    assert (result.loss, result.grad_norm) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+    assert result.lr == pytest.approx(0.01)
+    weights = trainer.canonical(trainer.probe("weights"))
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(weights[name], parameter.detach().numpy(), rtol=0, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(

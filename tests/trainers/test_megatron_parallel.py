@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +137,14 @@ def test_same_seeds_same_bits(start_trainer: StartTrainer, make_batches: MakeBat
         assert (one.loss, one.grad_norm, one.entropy) == (other.loss, other.grad_norm, other.entropy)
     for name, weight in first.weights.items():
         np.testing.assert_array_equal(second.weights[name], weight, err_msg=name)
+
+
+def test_ranks_keep_to_their_cores(start_trainer: StartTrainer) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    cpus = ((cores[0],), tuple(cores[-2:]))
+    trainer = start_trainer(dp=2, cpus=cpus)
+    threads = trainer.probe("threads")
+    assert threads == [({(cores[0],)}, 1), ({tuple(cores[-2:])}, len(cpus[1]))]
 
 
 def test_bfloat16_is_close_to_float32(
