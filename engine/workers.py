@@ -118,6 +118,8 @@ class RayWorker:
             raise WorkerError(f"{where} failed: {_worker_error(error)}") from error
         except ray.exceptions.RayActorError as error:
             raise self._death(method, error) from error
+        except ray.exceptions.UnserializableException as error:
+            raise WorkerError(f"{where} failed: {str(error).strip().splitlines()[-1]}") from error
         except TimeoutError as error:
             raise WorkerTimeout(
                 f"{where} did not answer within {deadline_s:g} s; if the machine is only slow, raise the deadline"
@@ -242,7 +244,8 @@ class Cluster:
             if self._spec.address is None
             else "Give its nodes more, with `ray start --resources='{\"" + DEVICE_RESOURCE + "\": 4}'`"
         )
-        return f"{what}: it wants {spec.num_devices} device slot(s); the cluster has {total:g}, {free:g} of them free. {cure}"
+        wanted = f"it wants {spec.num_devices} device slot(s)"
+        return f"{what}: {wanted}; the cluster has {total:g}, {free:g} of them free. {cure}"
 
     def _remove_temp(self) -> None:
         if self._temp is not None:
