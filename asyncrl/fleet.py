@@ -18,7 +18,7 @@ from engine.publisher import Publisher
 from engine.segments import RunSegments, store_bytes
 from engine.types import FlipReport, Manifest, WeightVersion
 from engine.vllm_cpu import worker_environment
-from engine.workers import Cluster, ClusterSpec, Worker, WorkerSpec, call_all
+from engine.workers import Cluster, ClusterSpec, RayWorker, Worker, WorkerSpec, call_all
 from trainers.base import Trainer
 from trainers.megatron import MegatronRank
 from trainers.megatron_group import MegatronTrainer
@@ -51,7 +51,7 @@ class FleetSpec:
 class Fleet:
     """All workers of a run, on a cluster that is up: `with Fleet(spec, cluster) as fleet`, `start`, `publish_first`.
 
-    Leaving the block removes the shared memory, however it is left; the cluster ends the workers.
+    Leaving the block ends the workers and removes the shared memory, however it is left.
 
     Attributes:
         trainer: all training ranks.
@@ -67,6 +67,7 @@ class Fleet:
     def __init__(self, spec: FleetSpec, cluster: Cluster) -> None:
         self._spec = spec
         self._cluster = cluster
+        self._placed: list[RayWorker] = []
         self.plan: Plan = make_plan(
             megatron_layout(
                 spec.hf_config, tp=spec.trainer.tp, pp=spec.trainer.pp, dp=spec.trainer.dp, dtype=spec.trainer.dtype
@@ -85,6 +86,8 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for worker in self._placed:
+            worker.kill()
         self._segments.close()
 
     async def start(self, resume_from: str | None = None) -> None:
@@ -156,10 +159,11 @@ class Fleet:
         self.replicas = replicas
 
     async def _place(self, specs: list[WorkerSpec]) -> tuple[Worker, ...]:
-        placed: dict[str, Worker] = {}
+        placed: dict[str, RayWorker] = {}
 
         async def place(spec: WorkerSpec) -> None:
             placed[spec.name] = await self._cluster.place(spec)
+            self._placed.append(placed[spec.name])
 
         async with anyio.create_task_group() as tasks:
             for spec in specs:

@@ -28,7 +28,7 @@ from asyncrl.recorder import Recorder
 from asyncrl.rewards import load_reward
 from asyncrl.rollout import Rollout
 from asyncrl.run_folder import MODEL_INIT
-from asyncrl.run_report import RunReport
+from asyncrl.run_report import RunReport, describe_error
 from asyncrl.scheduler import Parts, Scheduler, ScheduleSpec, Scored
 from asyncrl.schema import Recipe
 from asyncrl.scoring import Scorer
@@ -78,7 +78,10 @@ async def run(request: RunRequest, console: Console) -> Summary:
         await _run(request, recipe, console, report)
     except BaseException as error:
         interrupted = isinstance(error, anyio.get_cancelled_exc_class())
-        report.close(ExitReason.INTERRUPTED if interrupted else ExitReason.FAILED, error)
+        try:
+            report.close(ExitReason.INTERRUPTED if interrupted else ExitReason.FAILED, error)
+        except (OSError, RuntimeError) as another:  # what ended the run is the cause that counts
+            console.warning(f"the report is incomplete: {describe_error(another)}")
         raise
 
     return report.close(ExitReason.FINISHED, None)

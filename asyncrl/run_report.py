@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
+import traceback
 from pathlib import Path
 
 import anyio
@@ -19,6 +21,9 @@ from asyncrl.run_folder import RECIPE
 from asyncrl.summary import ExitReason, Summary, SummaryBuilder, library_versions, write_summary
 from asyncrl.tracker import FanoutTracker, Tracker, WandbTracker
 from engine.worker_process import peak_memory_bytes
+from engine.workers import WorkerDied
+
+TRACEBACK = "traceback.txt"
 
 
 class RunReport:
@@ -97,29 +102,48 @@ class RunReport:
     def close(self, exit_reason: ExitReason, error: BaseException | None) -> Summary:
         """Write `summary.json`, finish the trackers, print the closing line."""
         self.summary.memory({"driver": peak_memory_bytes()})
+        failure = error if exit_reason is ExitReason.FAILED else None
         summary = self.summary.build(
             exit_reason=exit_reason,
             wall_s=time.monotonic() - self._started_s,
             startup_s=self._startup_s,
             idle=self._idle,
-            error=describe_error(error) if error is not None and exit_reason is ExitReason.FAILED else None,
+            error=describe_error(failure) if failure is not None else None,
             libraries=library_versions(),
         )
+        if failure is not None:
+            self._write_traceback(failure)
         write_summary(summary, self._folder)
         self.fingerprints.close()
         self.tracker.finish(summary)
         return summary
 
+    def _write_traceback(self, error: BaseException) -> None:
+        """Keep for a report of a defect what the one message on the screen leaves out."""
+        handle = os.open(self._folder / TRACEBACK, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.writelines(traceback.format_exception(error))
+
 
 def describe_error(error: BaseException) -> str:
     """Return the one message of an error that may sit inside groups of groups.
 
-    Several failures at once are rare: the first one is the cause of the others, or arrived first.
+    Several failures at once are rare. A death is then the cause of the others; else the first one is, or arrived first.
     """
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    text = str(error).strip()
-    return text if text else type(error).__name__
+    leaves = _leaves(error)
+    cause = next((leaf for leaf in leaves if isinstance(leaf, WorkerDied)), leaves[0])
+    text = str(cause).strip()
+    if isinstance(cause, ValueError | RuntimeError) and text:
+        return text
+
+    return f"{type(cause).__name__}: {text} (see {TRACEBACK} in the run's folder)"
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+
+    return [leaf for part in error.exceptions for leaf in _leaves(part)]
 
 
 def _run_id(folder: Path) -> str:

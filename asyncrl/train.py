@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskStatus
+    from signal import Signals
 
     from asyncrl.config import LoadedRecipe
     from asyncrl.console import Console
@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # what the user gave us, named in one line or several
         print(f"asyncrl train: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before anything was started, or after everything has ended
+        print("asyncrl train: ended by SIGINT", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,30 +117,28 @@ def _drive(request: RunRequest, console: Console) -> int:
     return 0
 
 
-class Interrupted(Exception):
+class Interrupted(RuntimeError):
     """The user asked the run to end."""
 
 
 async def _until_done_or_signal(request: RunRequest, console: Console) -> None:
-    import anyio
-
-    from asyncrl.run import run
-
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(_raise_on_signal)
-        await run(request, console)
-        tasks.cancel_scope.cancel()  # nobody need wait for a signal any more
-
-
-async def _raise_on_signal(*, task_status: TaskStatus[None]) -> None:
     import signal
 
     import anyio
 
+    from asyncrl.run import run
+
+    # The receiver outlives the tasks, so that a second, impatient Ctrl-C does not break into the cleaning up.
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for number in signals:
-            raise Interrupted(f"ended by {signal.Signals(number).name}")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_raise_on_signal, signals)
+            await run(request, console)
+            tasks.cancel_scope.cancel()  # nobody need wait for a signal any more
+
+
+async def _raise_on_signal(signals: AsyncIterator[Signals]) -> None:
+    async for number in signals:
+        raise Interrupted(f"ended by {number.name}")
 
 
 if __name__ == "__main__":
