@@ -193,6 +193,7 @@ def fleet_spec(recipe: Recipe, machine: Machine, *, model_dir: str, hf_config: M
                 distributed=optimizer.distributed,
                 schedule=trainer.lr_schedule.decay,
                 warmup_steps=trainer.lr_schedule.warmup_steps,
+                decay_start=round(trainer.num_steps * (1.0 - trainer.lr_schedule.decay_share)),
                 decay_steps=trainer.num_steps,
                 min_lr_ratio=trainer.lr_schedule.min_lr_ratio,
             ),

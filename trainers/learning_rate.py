@@ -10,8 +10,8 @@ from trainers.types import OptimizerSpec
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
     """Return the learning rate of one step.
 
-    Linear warm-up, then constant, or linear or half-cosine decay (arXiv 1608.03983, equation 5, without restarts) down
-    to `lr * min_lr_ratio` at `decay_steps`.
+    Linear warm-up, then constant, then from `decay_start` on a linear or half-cosine decay (arXiv 1608.03983, equation 5,
+    without restarts) down to `lr * min_lr_ratio` at `decay_steps`.
 
     Args:
         spec: see `OptimizerSpec`.
@@ -23,11 +23,11 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
     if step < spec.warmup_steps:
         return spec.lr * (step + 1) / spec.warmup_steps
 
-    if spec.schedule == "constant":
+    start = max(spec.warmup_steps, spec.decay_start)
+    if spec.schedule == "constant" or step <= start:
         return spec.lr
 
-    span = spec.decay_steps - spec.warmup_steps
-    assert span > 0, f"decay_steps {spec.decay_steps} must be > warmup_steps {spec.warmup_steps}"
-    progress = min(1.0, (step - spec.warmup_steps) / span)
+    span = spec.decay_steps - start
+    progress = min(1.0, (step - start) / span) if span > 0 else 1.0
     share = 1.0 - progress if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return spec.lr * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * share)

@@ -131,6 +131,7 @@ class OptimizerSpec:
         distributed: shard master weights and moments over the DP ranks (ZeRO-1, arXiv 1910.02054).
         schedule: what the learning rate does after warm-up.
         warmup_steps: step s < warmup_steps uses lr * (s + 1) / warmup_steps.
+        decay_start: step up to which the peak is kept; not before the warm-up ends.
         decay_steps: step at which "linear" and "cosine" have come down to lr * min_lr_ratio, and stay there.
         min_lr_ratio: see `decay_steps`.
     """
@@ -143,6 +144,7 @@ class OptimizerSpec:
     distributed: bool = True
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
+    decay_start: int = 0
     decay_steps: int = 0
     min_lr_ratio: float = 0.0
 

@@ -75,7 +75,13 @@ class LrSchedule(Section):
     """Learning rate over the steps."""
 
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0.")
-    decay: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape after the warm-up.")
+    decay: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape of the decay.")
+    decay_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of the run, at its end, over which the rate decays; constant before.",
+    )
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="What is left of the peak at the last step.")
 
 

@@ -85,7 +85,7 @@ def test_defaults_are_merged_in_order_relative_to_their_file(tmp_path: Path) -> 
     recipe = load_recipe(tmp_path / "top.yaml", (), TWO_CORES).recipe
     assert recipe.seed == 2
     assert recipe.run.name == "p-2"
-    assert recipe.trainer.num_steps == 300
+    assert recipe.trainer.num_steps == load_recipe(COPY, (), TWO_CORES).recipe.trainer.num_steps
 
 
 def test_an_empty_file_with_overrides_is_a_recipe_that_lacks_everything(tmp_path: Path) -> None:

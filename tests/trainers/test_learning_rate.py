@@ -30,6 +30,18 @@ def test_decay(schedule: str, halfway: float, quarter: float) -> None:
     assert found == pytest.approx([1.0, 1.0, quarter, halfway, 0.1, 0.1])
 
 
+def test_the_peak_is_kept_until_the_decay_starts() -> None:
+    spec = OptimizerSpec(lr=1.0, schedule="linear", warmup_steps=10, decay_start=70, decay_steps=110, min_lr_ratio=0.1)
+    found = [learning_rate(spec, step) for step in (10, 70, 90, 110, 111)]
+    assert found == pytest.approx([1.0, 1.0, 0.55, 0.1, 0.1])
+
+
+def test_a_decay_without_room_ends_at_the_floor() -> None:
+    """A run cut shorter than its warm-up and decay must still have a rate."""
+    spec = OptimizerSpec(lr=1.0, schedule="linear", warmup_steps=10, decay_steps=5, min_lr_ratio=0.1)
+    assert [learning_rate(spec, step) for step in (4, 10, 11)] == pytest.approx([0.5, 1.0, 0.1])
+
+
 @given(st.sampled_from(["linear", "cosine"]), st.integers(0, 20), st.integers(21, 200), st.floats(0, 1))
 def test_decay_never_rises(schedule: str, warmup: int, stop: int, ratio: float) -> None:
     spec = OptimizerSpec(lr=1.0, schedule=schedule, warmup_steps=warmup, decay_steps=stop, min_lr_ratio=ratio)  # type: ignore[arg-type]
