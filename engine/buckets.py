@@ -184,13 +184,13 @@ def _split(shape: Index, room: int, capacity: int) -> list[_Block]:
         return []
 
     dim = next(dim for dim, size in enumerate(shape) if size > 1)
-    row = Box(origin[dim:], (1, *shape[dim + 1 :])).num_elements
-    num_rows = room // row
-    if num_rows == 0 and row <= capacity:
+    if dim > 0 and Box(origin, shape).num_elements <= capacity:  # a row, or what is left of one, that need not be cut
         return []
 
+    row = Box(origin[dim:], (1, *shape[dim + 1 :])).num_elements
+    num_rows = room // row
     if num_rows == 0:
-        head = _split(_with(shape, dim, 1), room, capacity)
+        head = _split(_with(shape, dim, 1), room, capacity)  # nothing if the row fits into an empty bucket
         num_rows = 1
     else:
         head = [(origin, _with(shape, dim, num_rows))]

@@ -190,7 +190,7 @@ def test_rows_stay_whole_unless_one_is_larger_than_a_bucket(make_config: Callabl
     config = make_config(hidden_size=16)
     source, target = megatron_layout(config, tp=1, pp=1, dp=1), vllm_layout(config, tp=1)
     row_bytes = 16 * 4
-    whole, cut = (make_plan(source, target, bucket_bytes=size) for size in (row_bytes * 3, row_bytes // 2))
+    whole, cut = (make_plan(source, target, bucket_bytes=size) for size in (row_bytes * 7 // 2, row_bytes // 2))
     embedding = "model.embed_tokens.weight"
     assert {c.box.shape[1] for b in whole.buckets for c in b.copies if c.tensor == embedding} == {16}
     assert {c.box.shape for b in cut.buckets for c in b.copies if c.tensor == embedding} == {(1, 8)}
@@ -245,6 +245,29 @@ def test_sources_are_balanced_over_their_holders(make_config: Callable[..., Any]
     for stage in range(pp):
         stage_loads = loads[stage * per_stage : (stage + 1) * per_stage]
         assert max(stage_loads) <= 1.05 * sum(stage_loads) / per_stage
+
+
+@pytest.mark.parametrize(
+    ("held", "loads"),
+    [
+        ([("a", 8, (0, 1)), ("b", 8, (0,))], [32, 32]),  # what has no choice goes first
+        ([("a", 4, (0, 1)), ("b", 4, (0, 1)), ("c", 8, (0, 1))], [32, 32]),  # large before small
+    ],
+)
+def test_the_order_of_choosing_sources(held: list[tuple[str, int, tuple[int, ...]]], loads: list[int]) -> None:
+    def whole(name: str, ranks: list[list[tuple[str, int]]]) -> Layout:
+        return Layout(
+            name,
+            {tensor: TensorSpec((size,), "float32") for tensor, size, _ in held},
+            tuple({tensor: TensorSpec((size,), "float32") for tensor, size in rank} for rank in ranks),
+            tuple(tuple(Shard(tensor, Box((0,), (size,)), tensor, (0,)) for tensor, size in rank) for rank in ranks),
+            tuple(() for _ in ranks),
+            {},
+        )
+
+    source = whole("source", [[(tensor, size) for tensor, size, ranks in held if rank in ranks] for rank in (0, 1)])
+    plan = make_plan(source, whole("target", [[(tensor, size) for tensor, size, _ in held]]), bucket_bytes=1024)
+    assert [plan.source_bytes(rank) for rank in (0, 1)] == loads
 
 
 def test_tied_embeddings_are_taken_from_both_stages(make_config: Callable[..., Any]) -> None:

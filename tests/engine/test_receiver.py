@@ -200,6 +200,24 @@ def test_apply_needs_the_prepare_of_the_same_manifest(world: World) -> None:
     assert world.target_holds(seed=1)
 
 
+def test_a_later_version_may_be_prepared_before_the_flip(make_world: MakeWorld) -> None:
+    """What is proven stays proven; an applied version takes the older ones with it."""
+    world = make_world(num_slots=3)
+    manifests = []
+    for version in (1, 2, 3):
+        world.train(seed=version)
+        manifests.append(world.write(version, slot=version % 3))
+        world.receivers[0].prepare(manifests[-1])
+    (receiver,) = world.receivers
+    receiver.apply(manifests[1])
+    assert receiver.version == 2
+    assert world.target_holds(seed=2)
+    with pytest.raises(AssertionError, match=r"apply of version 1 without its prepare; prepared are \[3\]"):
+        receiver.apply(manifests[0])
+    receiver.apply(manifests[2])
+    assert world.target_holds(seed=3)
+
+
 def test_apply_says_what_it_wrote(world: World) -> None:
     manifest = world.write(2, slot=1)
     (receiver,) = world.receivers

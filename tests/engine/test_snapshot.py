@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.segments import SegmentReader, WeightTransferError
+from engine.segments import BucketState, SegmentReader, WeightTransferError
 from engine.snapshot import SnapshotWriter
 
 World = Any  # conftest's
@@ -90,6 +90,26 @@ def test_untorn_snapshot(make_world: BuildWorld) -> None:
     assert world.target_holds(seed=0)
     changed = world.write(2, slot=1)
     assert all(changed.digests[bucket] != manifest.digests[bucket] for bucket in manifest.digests)
+
+
+def test_a_bucket_is_marked_while_it_is_written(make_world: BuildWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WRITING stands in the header before the first byte, SEALED only after the last."""
+    world = make_world(bucket_bytes=500)
+    world.write(1, slot=0)
+    reader = SegmentReader(world.plan, 0, world.folder, world.num_slots)
+    copy, seen = torch._foreach_copy_, []
+
+    def look(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        headers = [reader.header(bucket.id, 0) for bucket in world.plan.buckets]
+        seen.append([(header.version, header.state) for header in headers])
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", look)
+    world.write(2, slot=0)
+    old, writing, sealed = (1, BucketState.SEALED), (2, BucketState.WRITING), (2, BucketState.SEALED)
+    count = world.plan.num_buckets
+    assert seen == [[sealed] * done + [writing] + [old] * (count - done - 1) for done in range(count)]
+    reader.close()
 
 
 def test_equal_weights_have_equal_digests(make_world: BuildWorld) -> None:
