@@ -38,9 +38,10 @@ class Rollout:
         self._deadline_s = deadline_s
         self._publish_deadline_s = publish_deadline_s
 
-    async def prepare(self, manifest: Manifest) -> None:
-        """Have every replica receive and verify a version; requests go on meanwhile."""
-        await call_all(self._replicas, "prepare", manifest, deadline_s=self._publish_deadline_s)
+    async def prepare(self, manifest: Manifest) -> float:
+        """Have every replica receive and verify a version; requests go on meanwhile. Returns the slowest one's ms."""
+        took_ms = await call_all(self._replicas, "prepare", manifest, deadline_s=self._publish_deadline_s)
+        return max(took_ms)
 
     async def flip(self, manifest: Manifest) -> tuple[FlipReport, ...]:
         """Have every replica serve a version that all have prepared."""

@@ -106,7 +106,10 @@ class StepOutcome:
 class Generators(Protocol):
     """All replicas."""
 
-    async def prepare(self, manifest: Manifest) -> None: ...
+    async def prepare(self, manifest: Manifest) -> float:
+        """Return the slowest replica's milliseconds."""
+        ...
+
     async def flip(self, manifest: Manifest) -> tuple[FlipReport, ...]: ...
     async def generate(
         self, *, step: int, version: WeightVersion, prompts: tuple[Prompt, ...]
@@ -257,9 +260,7 @@ class Scheduler:
         async with made:
             async for manifest, outcome in made:
                 self._lease(manifest.version)
-                started_s = anyio.current_time()
-                await self._parts.generators.prepare(manifest)
-                prepare_ms = (anyio.current_time() - started_s) * 1e3
+                prepare_ms = await self._parts.generators.prepare(manifest)
                 async with self._changed:
                     self._ready[manifest.version] = (manifest, prepare_ms)
                     self._changed.notify_all()

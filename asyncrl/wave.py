@@ -14,7 +14,7 @@ class PublishReport:
 
     Attributes:
         version: the version that was delivered.
-        prepare_ms: receiving and verifying, all replicas side by side; requests ran meanwhile.
+        prepare_ms: receiving and verifying on the slowest replica; requests ran meanwhile.
         flip_ms: the pause: copy, repack and the round trip, all replicas side by side.
         flips: one report a replica.
     """

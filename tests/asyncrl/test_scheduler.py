@@ -58,11 +58,12 @@ class World:
     slot_version: dict[int, int] = field(default_factory=dict)
     stopped: anyio.Event = field(default_factory=anyio.Event)
 
-    async def prepare(self, manifest: Manifest) -> None:
+    async def prepare(self, manifest: Manifest) -> float:
         await anyio.sleep(self.prepare_s)
         assert self.slot_version[manifest.slot] == manifest.written_version, "the slot was overwritten"
         self.prepared.add(manifest.version)
         self.log.append(("prepare", manifest.version))
+        return self.prepare_s * 1e3
 
     async def flip(self, manifest: Manifest) -> tuple[FlipReport, ...]:
         assert manifest.version in self.prepared, "flip before prepare"
