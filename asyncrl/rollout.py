@@ -40,7 +40,7 @@ class Rollout:
 
     async def prepare(self, manifest: Manifest) -> float:
         """Have every replica receive and verify a version; requests go on meanwhile. Returns the slowest one's ms."""
-        took_ms = await call_all(self._replicas, "prepare", manifest, deadline_s=self._publish_deadline_s)
+        took_ms: tuple[float, ...] = await call_all(self._replicas, "prepare", manifest, deadline_s=self._publish_deadline_s)
         return max(took_ms)
 
     async def flip(self, manifest: Manifest) -> tuple[FlipReport, ...]:
