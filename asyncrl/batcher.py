@@ -24,11 +24,13 @@ class BatchSpec:
         dp: data-parallel ranks.
         micro_batch_tokens: most positions of one micro-batch (a longer sequence gets one of its own).
         normalize_std: divide advantages by the group's standard deviation.
+        pack_all: pack samples without an advantage too, because the loss has a term that moves them (entropy).
     """
 
     dp: int
     micro_batch_tokens: int
     normalize_std: bool
+    pack_all: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class _Sequence:
 def make_batch(step: int, groups: Sequence[Group], spec: BatchSpec) -> Batch:
     """Pack all trajectories that have a gradient.
 
-    A trajectory whose advantage is 0 (its whole group got the same reward) moves nothing: it is not packed, but its
-    tokens stay in the denominator, so that the loss is the mean over the step's tokens.
+    A trajectory whose advantage is 0 (its whole group got the same reward) has none from the policy's loss: unless
+    `pack_all`, it is not packed. Its tokens stay in the denominator: the loss is the mean over the step's tokens.
     """
     sequences: list[_Sequence] = []
     num_loss_tokens = 0
@@ -56,7 +58,7 @@ def make_batch(step: int, groups: Sequence[Group], spec: BatchSpec) -> Batch:
         for trajectory, advantage in zip(group.trajectories, advantages.tolist(), strict=True):
             num_trained = int(np.count_nonzero(trajectory.loss_mask))
             num_loss_tokens += num_trained
-            if advantage != 0.0 and num_trained:
+            if (advantage != 0.0 or spec.pack_all) and num_trained:
                 num_tokens = len(prompt_ids) + len(trajectory.token_ids)
                 sequences.append(_Sequence(prompt_ids, prompt_zeros, trajectory, advantage, num_tokens))
     shares = _spread(sequences, spec.dp)

@@ -186,7 +186,10 @@ def _build_scheduler(
         report=recorder.evaluation,
     )
     batch_spec = BatchSpec(
-        dp=trainer.dp, micro_batch_tokens=trainer.micro_batch_tokens, normalize_std=recipe.algorithm.normalize_std
+        dp=trainer.dp,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        normalize_std=recipe.algorithm.normalize_std,
+        pack_all=recipe.algorithm.entropy_coef > 0.0,
     )
     checkpoints = CheckpointStore(request.folder, seed=recipe.seed, keep_last=recipe.checkpoint.keep_last)
 

@@ -114,6 +114,7 @@ class Bench:
             dp=recipe.trainer.dp,
             micro_batch_tokens=recipe.trainer.micro_batch_tokens,
             normalize_std=recipe.algorithm.normalize_std,
+            pack_all=recipe.algorithm.entropy_coef > 0.0,
         )
         busy = BusyClock(anyio.current_time, num_replicas=recipe.generator.num_replicas)
 
