@@ -1,22 +1,26 @@
 """The run's folder: private to the user, one run in it, used by one process at a time.
 
-RUN/recipe.yaml        what was asked for, references to the environment unresolved
+RUN/recipe.yaml        what was asked for, references to the environment unresolved; its presence makes it a run
+    run_id             the run's name in wandb
     model_init/        the model that the run began with
-    metrics.jsonl, samples.jsonl, wandb/
+    metrics.jsonl, samples.jsonl, fingerprints.jsonl, wandb/
     checkpoints/, model -> the newest Hugging Face folder
-    summary.json
+    summary.json, traceback.txt of a run that failed
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import stat
+import secrets
 from pathlib import Path
 
 RECIPE = "recipe.yaml"
+RUN_ID = "run_id"
 MODEL_INIT = "model_init"
 _LOCK = ".lock"
+_DRAFT = ".recipe.yaml"
+_UNFINISHED = {_LOCK, _DRAFT, RUN_ID}  # what a process that died while it made the folder may have left
 
 
 class RunFolderError(ValueError):
@@ -24,34 +28,42 @@ class RunFolderError(ValueError):
 
 
 class RunFolder:
-    """An open run folder. The lock goes with the process, however that ends."""
+    """An open run folder: `with RunFolder.create(path, recipe_yaml) as folder`.
+
+    The lock goes with the process, however that ends.
+
+    Attributes:
+        path: of the folder.
+    """
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._lock = lock
+        self._lock: int | None = lock
 
     @classmethod
     def create(cls, path: Path, recipe_yaml: str) -> RunFolder:
         """Make a new run's folder.
 
         Raises:
-            RunFolderError: there is a run in it already, or it cannot be made.
+            RunFolderError: there is a run in it already, a process is at it, or it cannot be made.
         """
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise RunFolderError(f"run.dir={path}: {error.strerror}") from error
+            raise RunFolderError(f"run.dir={path}: {error.strerror}; name another folder") from error
 
-        if (path / RECIPE).exists():
-            raise RunFolderError(f"run.dir={path} holds a run already: `--resume {path}`, or another run.dir")
+        _check_owner(path)
+        _check_unused(path)  # before anything in it is touched
+        folder = cls._take(path)
+        try:
+            _check_unused(path)  # somebody else's run may have begun and ended meanwhile
+            _name(path)
+            _write_private(path / _DRAFT, recipe_yaml)
+            (path / _DRAFT).rename(path / RECIPE)
+        except BaseException:
+            folder.close()
+            raise
 
-        if any(path.iterdir()):
-            raise RunFolderError(f"run.dir={path} is not empty and holds no run; name another folder")
-
-        folder = cls._open(path)
-        handle = os.open(path / RECIPE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(recipe_yaml)
         return folder
 
     @classmethod
@@ -62,27 +74,66 @@ class RunFolder:
             RunFolderError: there is none, or a process is still at it.
         """
         if not (path / RECIPE).is_file():
-            raise RunFolderError(f"--resume {path}: there is no run ({RECIPE} is missing)")
+            raise RunFolderError(f"--resume {path}: there is no run ({RECIPE} is missing); name the run's folder")
 
-        return cls._open(path)
+        _check_owner(path)
+        folder = cls._take(path)
+        _name(path)
+        return folder
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the next process have it. Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
     @classmethod
-    def _open(cls, path: Path) -> RunFolder:
-        status = path.stat()
-        if status.st_uid != os.getuid():
-            raise RunFolderError(f"run.dir={path} belongs to uid {status.st_uid}, not to you ({os.getuid()})")
-
-        if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            path.chmod(0o700)
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    def _take(cls, path: Path) -> RunFolder:
+        """Close the folder to all others and lock it."""
+        lock = -1
         try:
+            path.chmod(0o700)
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise RunFolderError(f"run.dir={path} is in use by another process") from error
+        except OSError as error:
+            if lock >= 0:
+                os.close(lock)
+            why = "in use by another process" if isinstance(error, BlockingIOError) else f"not usable: {error.strerror}"
+            raise RunFolderError(f"run.dir={path} is {why}; name another folder") from error
 
         return cls(path, lock)
 
-    def close(self) -> None:
-        """Let the next process have it."""
-        os.close(self._lock)
+
+def _check_owner(path: Path) -> None:
+    owner = path.stat().st_uid
+    if owner != os.getuid():
+        raise RunFolderError(
+            f"run.dir={path} belongs to uid {owner}, not to you ({os.getuid()}); name a folder of your own"
+        )
+
+
+def _check_unused(path: Path) -> None:
+    if (path / RECIPE).exists():
+        raise RunFolderError(f"run.dir={path} holds a run already: `--resume {path}`, or another run.dir")
+
+    others = sorted({entry.name for entry in path.iterdir()} - _UNFINISHED)
+    if others:
+        raise RunFolderError(f"run.dir={path} is not empty ({others[0]}) and holds no run; name another folder")
+
+
+def _name(path: Path) -> None:
+    """Give a run its id, once: it must outlive a move of the folder, a copy and a chmod."""
+    if not (path / RUN_ID).exists():
+        _write_private(path / RUN_ID, secrets.token_hex(5))
+
+
+def _write_private(path: Path, text: str) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)

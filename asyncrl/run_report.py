@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 import traceback
@@ -17,7 +16,7 @@ from asyncrl.fleet import Fleet
 from asyncrl.idle import BusyClock, IdleShares
 from asyncrl.line_file import read_lines
 from asyncrl.metrics_file import JsonlTracker
-from asyncrl.run_folder import RECIPE
+from asyncrl.run_folder import RUN_ID
 from asyncrl.summary import ExitReason, Summary, SummaryBuilder, library_versions, write_summary
 from asyncrl.tracker import FanoutTracker, Tracker, WandbTracker
 from engine.worker_process import peak_memory_bytes
@@ -54,7 +53,7 @@ class RunReport:
                     folder=folder,
                     mode=wandb.mode,
                     project=wandb.project,
-                    run_id=_run_id(folder),
+                    run_id=(folder / RUN_ID).read_text(encoding="utf-8"),
                     config=loaded.public,
                     entity=wandb.entity,
                     group=wandb.group,
@@ -144,10 +143,3 @@ def _leaves(error: BaseException) -> list[BaseException]:
         return [error]
 
     return [leaf for part in error.exceptions for leaf in _leaves(part)]
-
-
-def _run_id(folder: Path) -> str:
-    """The run's name in wandb, the same after a resume and different for every run folder that was ever made."""
-    recipe = (folder / RECIPE).stat()
-    key = f"{folder.resolve()} {recipe.st_ino} {recipe.st_ctime_ns}"
-    return hashlib.blake2b(key.encode(), digest_size=5).hexdigest()

@@ -74,25 +74,35 @@ def _resume_or_start(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
+    from asyncrl.run_folder import RunFolder
+
+    if arguments.resume is not None:
+        opened = RunFolder.reopen(arguments.resume)
+    else:
+        opened = RunFolder.create(loaded.recipe.run.folder(datetime.now().astimezone()), loaded.unresolved_yaml)
+    with opened as folder:
+        return _run_in(folder.path, arguments, loaded)
+
+
+def _run_in(folder: Path, arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     from asyncrl.checkpoint import CheckpointStore
     from asyncrl.console import Console
     from asyncrl.run import RunRequest
-    from asyncrl.run_folder import RunFolder
 
     recipe = loaded.recipe
+    resume = None
     if arguments.resume is not None:
-        folder = RunFolder.reopen(arguments.resume)
-        store = CheckpointStore(folder.path, seed=recipe.seed, keep_last=recipe.checkpoint.keep_last)
+        store = CheckpointStore(folder, seed=recipe.seed, keep_last=recipe.checkpoint.keep_last)
         resume = store.newest()
-    else:
-        folder = RunFolder.create(recipe.run.folder(datetime.now().astimezone()), loaded.unresolved_yaml)
-        resume = None
-    request = RunRequest(loaded=loaded, folder=folder.path, resume=resume, started_s=_STARTED_S)
+        if resume.state.version > recipe.trainer.num_steps:
+            raise ValueError(
+                f"trainer.num_steps={recipe.trainer.num_steps}, but {arguments.resume} has trained "
+                f"{resume.state.version} steps already; ask for more"
+            )
+
+    request = RunRequest(loaded=loaded, folder=folder, resume=resume, started_s=_STARTED_S)
     with Console(num_steps=recipe.trainer.num_steps, live=recipe.tracking.console, quiet=arguments.quiet) as console:
-        try:
-            return _drive(request, console)
-        finally:
-            folder.close()
+        return _drive(request, console)
 
 
 def _drive(request: RunRequest, console: Console) -> int:
