@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step-000100/megatron/    weights, optimizer, counters, as the training ranks write them
                                 hf/          safetensors, config, tokenizer: vLLM and transformers open it
-                                state.json   written last but one; the rename is the last
+                                state.json   written last
     RUN/model -> checkpoints/step-000100/hf  the newest
 
 A checkpoint is filled under another name, synced to disk and renamed: a kill at any moment leaves the last complete
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,9 +26,11 @@ import anyio
 
 from engine.types import WeightVersion
 
-_PREFIX = "step-"
-_PARTIAL = ".partial-"
+_NAME = re.compile(r"step-(\d{6,})")
+_PARTIAL, _DISCARDED = ".partial-", ".discarded-"
 _STATE = "state.json"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_GO_BACK = "Move that folder away to go on from the checkpoint before it"
 _PICKLES = (".metadata", "common.pt")
 
 
@@ -81,54 +84,80 @@ class CheckpointStore:
         self._keep_last = keep_last
 
     async def write(self, version: WeightVersion, fill: Callable[[Path, Path], Awaitable[None]]) -> Checkpoint:
-        """Write one checkpoint; `fill(megatron folder, hf folder)` gets two empty folders."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        final = self._folder / f"{_PREFIX}{version:06d}"
-        if final.exists():  # of a lineage that a resume has left behind
-            shutil.rmtree(final)
-        partial = self._folder / f"{_PARTIAL}{final.name}"
-        shutil.rmtree(partial, ignore_errors=True)
+        """Write one checkpoint; `fill(megatron folder, hf folder)` gets two empty folders.
+
+        The disk is waited for in a thread: the other loops go on meanwhile.
+        """
+        partial = self._folder / f"{_PARTIAL}{_name(version)}"
         megatron, hf = partial / "megatron", partial / "hf"
-        for folder in (partial, megatron, hf):
-            folder.mkdir(mode=0o700)
+        await anyio.to_thread.run_sync(self._make_room, partial, megatron, hf)
         await fill(megatron, hf)
-        state = CheckpointState(version=version, seed=self._seed, pickle_sha256=_hash_pickles(megatron))
-        (partial / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
-        await anyio.to_thread.run_sync(_sync_tree, partial)
-        partial.rename(final)
-        _sync_folder(self._folder)
-        self._point_at(final)
-        self._prune()
-        return Checkpoint(folder=final, state=state)
+        return await anyio.to_thread.run_sync(self._complete, version, partial)
 
     def newest(self) -> Checkpoint:
-        """Return the newest complete checkpoint, checked.
+        """Return the newest complete checkpoint, checked, and point RUN/model at it, should a kill have prevented that.
 
         Raises:
             CheckpointError: there is none, or it belongs to somebody else, or its pickles are not the ones written.
         """
-        complete = self._complete()
-        if not complete:
-            raise CheckpointError(f"{self._folder} holds no complete checkpoint; start the run anew")
+        folders = self._folders()
+        if not folders:
+            raise CheckpointError(f"{self._folder} holds no complete checkpoint; start anew with another run.dir")
 
-        folder = complete[-1]
+        folder = folders[-1]
         _check_owner(folder)
         state = _read_state(folder)
-        found = _hash_pickles(folder / "megatron")
-        if found != dict(state.pickle_sha256):
-            changed = sorted(name for name, digest in state.pickle_sha256.items() if found.get(name) != digest)
+        if state.seed != self._seed:
             raise CheckpointError(
-                f"{folder}: {', '.join(changed) or 'a file'} is not what the run wrote (sha256 differs); "
-                "it is a pickle and will not be loaded"
+                f"{folder} was written with seed {state.seed}, the recipe says seed={self._seed}; resume with "
+                f"seed={state.seed}, or start anew with another run.dir"
             )
 
-        if state.seed != self._seed:
-            raise CheckpointError(f"{folder} was written with seed {state.seed}, the recipe says seed={self._seed}")
+        found = _hash_pickles(folder / "megatron")
+        changed = sorted(name for name in _PICKLES if found.get(name) != state.pickle_sha256.get(name))
+        if changed:
+            raise CheckpointError(
+                f"{folder}: {', '.join(changed)} is not what the run wrote (sha256 differs); it is a pickle and will "
+                f"not be loaded. {_GO_BACK}"
+            )
 
+        self._point_at(folder)
         return Checkpoint(folder=folder, state=state)
 
-    def _complete(self) -> list[Path]:
-        return sorted(p for p in self._folder.glob(f"{_PREFIX}*") if (p / _STATE).is_file())
+    def _make_room(self, *folders: Path) -> None:
+        """Remove what killed processes left (the run's lock is ours, so no other lives) and make empty folders."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        for left in [*self._folder.glob(f"{_PARTIAL}*"), *self._folder.glob(f"{_DISCARDED}*")]:
+            shutil.rmtree(left)
+        for folder in folders:
+            folder.mkdir(mode=0o700)
+
+    def _complete(self, version: WeightVersion, partial: Path) -> Checkpoint:
+        """Make a filled folder a checkpoint: the rename is the moment from which it counts."""
+        state = CheckpointState(version=version, seed=self._seed, pickle_sha256=_hash_pickles(partial / "megatron"))
+        (partial / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+        _close_to_others(partial)
+        _sync_tree(partial)
+        final = self._folder / _name(version)
+        if final.exists():
+            self._discard(final)
+        partial.rename(final)
+        _sync_folder(self._folder)
+        self._point_at(final)
+        for old in self._folders()[: -self._keep_last]:
+            self._discard(old)
+        return Checkpoint(folder=final, state=state)
+
+    def _folders(self) -> list[Path]:
+        """Complete checkpoints, oldest first; what a user put beside them (`step-000100-good`) is the user's."""
+        named = [(match, path) for path in self._folder.glob("*") if (match := _NAME.fullmatch(path.name)) is not None]
+        return [path for _, path in sorted((int(match[1]), path) for match, path in named if (path / _STATE).is_file())]
+
+    def _discard(self, folder: Path) -> None:
+        """Remove a checkpoint; renamed first, so that a half-removed one never looks complete."""
+        doomed = folder.with_name(f"{_DISCARDED}{folder.name}")
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
 
     def _point_at(self, final: Path) -> None:
         """Move the link RUN/model in one step."""
@@ -137,18 +166,23 @@ class CheckpointStore:
         draft.symlink_to(final.relative_to(self._run_folder) / "hf")
         draft.rename(self._run_folder / "model")
 
-    def _prune(self) -> None:
-        for old in self._complete()[: -self._keep_last]:
-            (old / _STATE).unlink()  # first: a half-removed one is not complete
-            shutil.rmtree(old)
+
+def _name(version: int) -> str:
+    return f"step-{version:06d}"
 
 
 def _read_state(folder: Path) -> CheckpointState:
     path = folder / _STATE
     try:
-        state = CheckpointState(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        values = json.loads(path.read_text())
+        state = CheckpointState(
+            version=int(values["version"]), seed=int(values["seed"]), pickle_sha256=dict(values["pickle_sha256"])
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is broken ({type(error).__name__}: {error}). {_GO_BACK}") from error
+
+    if folder.name != _name(state.version):
+        raise CheckpointError(f"{path} speaks of version {state.version}: the folder was renamed. {_GO_BACK}")
 
     return state
 
@@ -167,11 +201,22 @@ def _check_owner(folder: Path) -> None:
         if status.st_uid != os.getuid():
             raise CheckpointError(f"{path} belongs to uid {status.st_uid}, not to you ({os.getuid()}); not loaded")
 
-        if stat.S_ISLNK(status.st_mode) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if stat.S_ISLNK(status.st_mode):
+            raise CheckpointError(f"{path} is a symbolic link, which the run never writes; not loaded. {_GO_BACK}")
+
+        if status.st_mode & _OTHERS_WRITE:
             raise CheckpointError(
                 f"{path} has mode {stat.filemode(status.st_mode)}: others could have changed it; not loaded. "
-                "If you trust it: chmod -R go-w"
+                f"If you trust it: chmod -R go-w {folder}"
             )
+
+
+def _close_to_others(folder: Path) -> None:
+    """Take write permission from others: a umask of 002 gives it to the group, and loading would then refuse."""
+    for path in (folder, *folder.rglob("*")):
+        mode = path.lstat().st_mode
+        if mode & _OTHERS_WRITE and not stat.S_ISLNK(mode):
+            path.chmod(stat.S_IMODE(mode) & ~_OTHERS_WRITE)
 
 
 def _sync_tree(folder: Path) -> None:
