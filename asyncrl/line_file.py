@@ -13,6 +13,8 @@ from asyncrl.escape import escape
 from asyncrl.metrics import to_json
 from asyncrl.tracker import TrackingError
 
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+
 
 class LineFile:
     """One file, appended to, a line a write, readable by its owner only. Calls: `open`, `write`, `close`.
@@ -34,11 +36,30 @@ class LineFile:
             TrackingError: a new run's file is there already, or a line of a resumed run's is broken.
             OSError: the folder cannot be written.
         """
-        self._descriptor = _open_lines(self._path, keep, self._resume_step)
+        assert self._descriptor < 0, f"{self._path} is open already"
+        flags = _FLAGS
+        if self._resume_step is None:
+            flags |= os.O_EXCL
+        elif self._path.exists():
+            _rewrite(self._path, keep)
+        try:
+            self._descriptor = os.open(self._path, flags, 0o600)
+        except FileExistsError:
+            message = f"{self._path} is there already: resume that run, or choose another run.dir"
+            raise TrackingError(message) from None
 
     def write(self, values: Mapping[str, object]) -> None:
-        """Append one line."""
-        _write_line(self._descriptor, values)
+        """Append one line.
+
+        Raises:
+            TrackingError: it could not be written in full.
+            OSError: nor in part.
+        """
+        assert self._descriptor >= 0, f"{self._path} is not open"
+        line = (to_json(values) + "\n").encode()
+        written = os.write(self._descriptor, line)
+        if written != len(line):
+            raise TrackingError(f"{self._path}: only {written} of {len(line)} bytes of a line written; disk full?")
 
     def close(self) -> None:
         """Close it, also if it was never opened."""
@@ -48,51 +69,46 @@ class LineFile:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a `.jsonl` file that a tracker wrote; a torn last line (no line end) is left out.
+    """Yield the objects of a `.jsonl` file that a run wrote; a torn last line (no line end) is left out.
 
     Raises:
         TrackingError: a whole line is not a JSON object; names file and line.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
-            if not text.endswith("\n"):
+            if not text.endswith(b"\n"):
                 return
 
             try:
                 line = json.loads(text)
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # not JSON, or not even text
                 raise TrackingError(f"{path}:{number} is not JSON ({error}); remove the line to resume") from None
 
             if not isinstance(line, dict):
-                raise TrackingError(f"{path}:{number} is not a JSON object: {escape(text, limit=80)}")
+                shown = escape(text.decode().strip(), limit=80)
+                raise TrackingError(f"{path}:{number} is not a JSON object: {shown}; remove the line to resume")
 
             yield line
 
 
-def _open_lines(path: Path, keep: Callable[[Mapping[str, Any]], bool], resume_step: int | None) -> int:
-    """Open for appending; of a resumed run's file only the lines that `keep` wants remain."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    if resume_step is None:
-        try:
-            return os.open(path, flags | os.O_EXCL, 0o600)
-        except FileExistsError:
-            raise TrackingError(f"{path} is there already: resume that run, or choose another run.dir") from None
-
-    if path.exists():
-        handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # made 0600
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.writelines(to_json(line) + "\n" for line in read_lines(path) if keep(line))
-            os.replace(draft, path)
-        except BaseException:
-            Path(draft).unlink(missing_ok=True)
-            raise
-    return os.open(path, flags, 0o600)
+def _rewrite(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Drop the lines that `keep` does not want, and a torn last one; all or nothing."""
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # made 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            for number, line in enumerate(read_lines(path), start=1):
+                if _wanted(path, number, line, keep):
+                    file.write(to_json(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
 
 
-def _write_line(descriptor: int, values: Mapping[str, object]) -> None:
-    assert descriptor >= 0, "the tracker was not started"
-    line = (to_json(values) + "\n").encode()
-    written = os.write(descriptor, line)
-    if written != len(line):
-        raise TrackingError(f"only {written} of {len(line)} bytes of a metrics line could be written: disk full?")
+def _wanted(path: Path, number: int, line: Mapping[str, Any], keep: Callable[[Mapping[str, Any]], bool]) -> bool:
+    try:
+        return keep(line)
+    except (KeyError, TypeError) as error:  # the field that says which step it is of
+        raise TrackingError(f"{path}:{number} is not a line of a run ({error}); remove the line to resume") from None

@@ -117,8 +117,10 @@ async def _run(request: RunRequest, recipe: Recipe, console: Console, report: Ru
             gc.collect()
             gc.freeze()  # a full collection over start-up's objects would stop the loops for a tenth of a second
             report.loop_starts()
-            await scheduler.run()
-            report.loop_ended()
+            try:
+                await scheduler.run()
+            finally:
+                report.loop_ended()
 
 
 def _find_model(request: RunRequest, machine: Machine) -> ModelInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -90,7 +91,7 @@ class RunReport:
             self._busy.start()
 
     def loop_ended(self) -> None:
-        """Rates and shares count up to here."""
+        """Rates and shares count up to here, however the loop ended."""
         if self._busy is not None:
             self._idle = self._busy.total()
 
@@ -110,11 +111,12 @@ class RunReport:
             error=describe_error(failure) if failure is not None else None,
             libraries=library_versions(),
         )
-        if failure is not None:
-            self._write_traceback(failure)
-        write_summary(summary, self._folder)
-        self.fingerprints.close()
-        self.tracker.finish(summary)
+        with ExitStack() as steps:  # a full disk, say, must not leave wandb's process behind; last in, first out
+            steps.callback(self.tracker.finish, summary)
+            steps.callback(self.fingerprints.close)
+            steps.callback(write_summary, summary, self._folder)
+            if failure is not None:
+                steps.callback(self._write_traceback, failure)
         return summary
 
     def _write_traceback(self, error: BaseException) -> None:
