@@ -9,7 +9,7 @@ import anyio
 
 from asyncrl.metrics import EvalRecord
 from asyncrl.rollout import Rollout
-from asyncrl.scoring import Scorer
+from asyncrl.scoring import Scorer, check_failures
 from asyncrl.types import Group, Prompt, Trajectory
 from engine.types import Sampling, WeightVersion
 
@@ -26,12 +26,14 @@ class Evaluator:
         samples_per_prompt: int,
         sampling: Sampling,
         greedy: bool,
+        max_failure_rate: float,
         report: Callable[[EvalRecord, tuple[Group, ...]], None],
     ) -> None:
         """Args:
         prompts: held out; none of them is trained on.
         sampling: as in training; the greedy pass takes it at temperature 0.
         greedy: also answer every prompt once greedily.
+        max_failure_rate: share of the answers that may go without a score.
         report: gets the record and the sampled groups.
         """
         self._rollout = rollout
@@ -40,22 +42,28 @@ class Evaluator:
         self._samples_per_prompt = samples_per_prompt
         self._sampling = sampling
         self._greedy = greedy
+        self._max_failure_rate = max_failure_rate
         self._report = report
 
     async def run(self, version: WeightVersion) -> None:
-        """Evaluate `version`, which the replicas serve until this returns."""
+        """Evaluate `version`, which the replicas serve until this returns.
+
+        Raises:
+            TooManyFailures: the reward function cannot judge the held-out answers.
+        """
         started_s = anyio.current_time()
         sampled = await self._answer(version, self._samples_per_prompt, self._sampling)
-        greedy = None
+        greedy: tuple[Group, ...] = ()
         if self._greedy:
-            greedy = _accuracy(await self._answer(version, 1, replace(self._sampling, temperature=0.0)))
+            greedy = await self._answer(version, 1, replace(self._sampling, temperature=0.0))
         rewards = [t.reward for t in _trajectories(sampled)]
         record = EvalRecord(
             version=version,
             sampled_accuracy=_accuracy(sampled),
-            greedy_accuracy=greedy,
+            greedy_accuracy=_accuracy(greedy),
             reward_mean=sum(rewards) / len(rewards) if rewards else None,
             num_prompts=len(self._prompts),
+            num_failures=_num_failures(sampled) + _num_failures(greedy),
             eval_s=anyio.current_time() - started_s,
         )
         self._report(record, sampled)
@@ -64,14 +72,23 @@ class Evaluator:
         results = await self._rollout.evaluate(
             version=version, prompts=self._prompts, samples_per_prompt=samples_per_prompt, sampling=sampling
         )
-        return self._scorer.groups(self._prompts, results, samples_per_prompt=samples_per_prompt)
+        groups = self._scorer.groups(self._prompts, results, samples_per_prompt=samples_per_prompt)
+        check_failures(f"evaluation of version {version}", groups, self._max_failure_rate)
+        return groups
 
 
 def _trajectories(groups: tuple[Group, ...]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
+def _num_failures(groups: tuple[Group, ...]) -> int:
+    return sum(len(group.failures) for group in groups)
+
+
 def _accuracy(groups: tuple[Group, ...]) -> float | None:
-    """Share of right answers; None if the reward function does not say what is right."""
+    """Share of right answers, one without a score being wrong; None if the reward function does not say what is right.
+
+    Example: 6 right, 3 wrong and 1 that the reward function raised on give 0.6.
+    """
     verdicts = [t.correct for t in _trajectories(groups) if t.correct is not None]
-    return sum(verdicts) / len(verdicts) if verdicts else None
+    return sum(verdicts) / (len(verdicts) + _num_failures(groups)) if verdicts else None

@@ -146,6 +146,9 @@ class EvalRecord:
     )
     reward_mean: float | None = field(metadata=_as("eval/reward_mean", "", "mean reward of the sampled answers"))
     num_prompts: int = field(metadata=_as("eval/num_prompts", "prompts", "held-out prompts that were asked"))
+    num_failures: int = field(
+        metadata=_as("eval/num_failures", "samples", "answers without a score; they count as wrong")
+    )
     eval_s: float = field(metadata=_as("eval/eval_s", "s", "from the first request to the last score"))
 
     @property

@@ -185,6 +185,7 @@ def _build_scheduler(
         samples_per_prompt=recipe.eval.samples_per_prompt,
         sampling=sampling,
         greedy=recipe.eval.greedy,
+        max_failure_rate=recipe.schedule.max_failure_rate,
         report=recorder.evaluation,
     )
     batch_spec = BatchSpec(

@@ -28,7 +28,8 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from asyncrl.types import Group, Prompt, SampleFailure
+from asyncrl.scoring import check_failures
+from asyncrl.types import Group, Prompt
 from asyncrl.wave import PublishReport, Wave
 from engine.publisher import Publisher
 from engine.types import FlipReport, GenerateResult, Manifest, WeightVersion
@@ -37,10 +38,6 @@ from trainers.types import Batch, StepResult
 
 class StalenessBroken(AssertionError):
     """Invariant 'bounded staleness' does not hold: a defect of the scheduler, never the user's."""
-
-
-class TooManyFailures(RuntimeError):
-    """More samples of one step failed than `schedule.max_failure_rate` allows."""
 
 
 class EvaluationTooSlow(RuntimeError):
@@ -216,7 +213,7 @@ class Scheduler:
         async with waves, scored:
             async for wave in waves:
                 made = await self._parts.score(wave)
-                _check_failures(wave.step, made.groups, self._spec.max_failure_rate)
+                check_failures(f"step {wave.step}", made.groups, self._spec.max_failure_rate)
                 await scored.send(made)
 
     async def _train_loop(
@@ -350,15 +347,3 @@ class Scheduler:
             )
 
         return staleness
-
-
-def _check_failures(step: int, groups: tuple[Group, ...], max_rate: float) -> None:
-    failures: list[SampleFailure] = [failure for group in groups for failure in group.failures]
-    num_samples = sum(len(group.trajectories) for group in groups) + len(failures)
-    if failures and len(failures) > max_rate * num_samples:
-        first = failures[0]
-        raise TooManyFailures(
-            f"step {step}: {len(failures)} of {num_samples} samples failed, more than schedule.max_failure_rate="
-            f"{max_rate:g}. The first, sample {first.sample_index} of {first.prompt_uid}: {first.reason}\n"
-            f"{first.traceback}"
-        )

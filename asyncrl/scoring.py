@@ -14,15 +14,21 @@ from asyncrl.rewards import Completion, RewardFunction, Score
 from asyncrl.types import Group, Prompt, SampleFailure, Trajectory, VersionSpan
 from engine.types import FloatArray, GenerateResult, IntArray, WeightVersion
 
+_WHOLE = ("stop", "length")  # "abort" is none of the model's doing, so no reward may speak of it
+
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 """Token ids of many responses -> their texts, special tokens left out."""
+
+
+class TooManyFailures(RuntimeError):
+    """More samples of one step or evaluation failed than `schedule.max_failure_rate` allows."""
 
 
 class Scorer:
     """Judges responses with the recipe's reward function.
 
-    A reward function that raises costs that sample only: it becomes a SampleFailure after `max_attempts` calls, and
-    the scheduler ends the run when too many of a step fail.
+    A reward function that raises, or returns no finite number, costs that sample only: it becomes a SampleFailure after
+    `max_attempts` calls, and `check_failures` ends the run when too many do.
     """
 
     def __init__(
@@ -60,6 +66,15 @@ class Scorer:
         return tuple(groups)
 
     def _judge(self, prompt: Prompt, sample_index: int, sample: _Sample, text: str) -> Trajectory | SampleFailure:
+        if sample.finish_reason not in _WHOLE:
+            return SampleFailure(
+                prompt_uid=prompt.uid,
+                sample_index=sample_index,
+                attempt=0,
+                reason=f'the generator cut it short: its finish reason is "{sample.finish_reason}"',
+                traceback="",
+            )
+
         completion = Completion(
             prompt=prompt.text,
             response=text,
@@ -139,6 +154,7 @@ def _split(result: GenerateResult) -> Iterator[_Sample]:
         versions = _one_span(length, only) if only is not None else version_spans(result.versions[part])
         yield _Sample(result.token_ids[part], token_list[part], result.logprobs[part], versions, finish_reason)
         start += length
+    assert start == len(token_list), f"the lengths add up to {start}, there are {len(token_list)} tokens"
 
 
 @lru_cache(maxsize=1024)
@@ -148,11 +164,19 @@ def _one_span(length: int, version: int) -> tuple[VersionSpan, ...]:
 
 
 def _as_score(value: Score | float) -> Score:
-    score = value if isinstance(value, Score) else Score(reward=float(value), correct=None)
-    if not math.isfinite(score.reward):
-        raise ValueError(f"the reward is {score.reward}; it must be a finite number")
+    """Return what a user's function returned as plain Python values: numpy's would stop a tracker much later."""
+    score = value if isinstance(value, Score) else Score(reward=value)
+    if isinstance(score.reward, str | bytes):  # `float` would read it
+        raise TypeError(f"the reward is {score.reward!r}; it must be a number")
 
-    return score
+    reward = float(score.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}; it must be a finite number")
+
+    if score.correct is not None and not isinstance(score.correct, bool | np.bool_):
+        raise TypeError(f"`correct` is {score.correct!r}; it must be True, False or None")
+
+    return Score(reward=reward, correct=bool(score.correct) if score.correct is not None else None)
 
 
 @lru_cache(maxsize=1024)
@@ -161,3 +185,25 @@ def _ones(length: int) -> FloatArray:
     ones = np.ones(length, np.float32)
     ones.flags.writeable = False
     return ones
+
+
+def check_failures(what: str, groups: Sequence[Group], max_rate: float) -> None:
+    """Raise if a larger share than `max_rate` of all samples failed: a typo in a reward function is not data.
+
+    Args:
+        what: "step 3" or the like, for the message.
+
+    Raises:
+        TooManyFailures: with the first failure's reason and traceback.
+    """
+    failures = [failure for group in groups for failure in group.failures]
+    num_samples = sum(len(group.trajectories) for group in groups) + len(failures)
+    if len(failures) <= max_rate * num_samples:
+        return
+
+    first = failures[0]
+    raise TooManyFailures(
+        f"{what}: {len(failures)} of {num_samples} samples failed, more than schedule.max_failure_rate="
+        f"{max_rate:g}. The first, sample {first.sample_index} of {first.prompt_uid}: {first.reason}\n"
+        f"{first.traceback}".rstrip()
+    )

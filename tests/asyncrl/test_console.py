@@ -41,7 +41,7 @@ class Screen:
 
 
 EVALUATION = EvalRecord(
-    version=40, sampled_accuracy=0.9, greedy_accuracy=0.95, reward_mean=None, num_prompts=64, eval_s=1.5
+    version=40, sampled_accuracy=0.9, greedy_accuracy=0.95, reward_mean=None, num_prompts=64, num_failures=0, eval_s=1.5
 )
 
 

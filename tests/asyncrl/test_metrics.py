@@ -54,7 +54,13 @@ def test_what_is_not_known_is_left_out_and_zero_is_not(step_record: MakeStepReco
 
 def test_an_evaluation_stands_at_its_version_on_the_step_axis() -> None:
     record = EvalRecord(
-        version=40, sampled_accuracy=0.9, greedy_accuracy=None, reward_mean=0.95, num_prompts=64, eval_s=1.5
+        version=40,
+        sampled_accuracy=0.9,
+        greedy_accuracy=None,
+        reward_mean=0.95,
+        num_prompts=64,
+        num_failures=2,
+        eval_s=1.5,
     )
     assert flatten(record) == {
         STEP_AXIS: 40,
@@ -62,6 +68,7 @@ def test_an_evaluation_stands_at_its_version_on_the_step_axis() -> None:
         "eval/sampled_accuracy": 0.9,
         "eval/reward_mean": 0.95,
         "eval/num_prompts": 64,
+        "eval/num_failures": 2,
         "eval/eval_s": 1.5,
     }
 

@@ -26,7 +26,13 @@ def an_end() -> Summary:
 
 def evaluation(version: int) -> EvalRecord:
     return EvalRecord(
-        version=version, sampled_accuracy=0.5, greedy_accuracy=0.5, reward_mean=0.5, num_prompts=8, eval_s=1.0
+        version=version,
+        sampled_accuracy=0.5,
+        greedy_accuracy=0.5,
+        reward_mean=0.5,
+        num_prompts=8,
+        num_failures=0,
+        eval_s=1.0,
     )
 
 

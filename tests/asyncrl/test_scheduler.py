@@ -20,8 +20,8 @@ from asyncrl.scheduler import (
     ScheduleSpec,
     Scored,
     StepOutcome,
-    TooManyFailures,
 )
+from asyncrl.scoring import TooManyFailures
 from asyncrl.types import Group, Prompt, SampleFailure
 from asyncrl.wave import Wave
 from engine.publisher import Publisher

@@ -35,7 +35,13 @@ def record(step_record: Callable[..., StepRecord]) -> Callable[..., StepRecord]:
 
 def evaluation(version: int, sampled: float | None, greedy: float | None) -> EvalRecord:
     return EvalRecord(
-        version=version, sampled_accuracy=sampled, greedy_accuracy=greedy, reward_mean=None, num_prompts=8, eval_s=1.0
+        version=version,
+        sampled_accuracy=sampled,
+        greedy_accuracy=greedy,
+        reward_mean=None,
+        num_prompts=8,
+        num_failures=0,
+        eval_s=1.0,
     )
 
 

@@ -30,7 +30,7 @@ from asyncrl.tracker import FanoutTracker, Tracker, TrackingError, WandbMode, Wa
 MakeStepRecord = Callable[..., StepRecord]
 
 EVALUATION = EvalRecord(
-    version=4, sampled_accuracy=0.5, greedy_accuracy=0.75, reward_mean=0.5, num_prompts=8, eval_s=1.0
+    version=4, sampled_accuracy=0.5, greedy_accuracy=0.75, reward_mean=0.5, num_prompts=8, num_failures=0, eval_s=1.0
 )
 ROW = SampleRow(
     step=3,
@@ -426,5 +426,5 @@ def test_fanout_finishes_all_even_if_one_cannot(folder: Path, step_record: MakeS
     with pytest.raises(TrackingError, match="cannot finish"):
         tracker.finish(an_end())
     assert len(list(read_lines(folder / "metrics.jsonl"))) == 2
-    with pytest.raises(AssertionError, match="not started"):
+    with pytest.raises(AssertionError, match="is not open"):
         jsonl.step(step_record())  # it was closed
