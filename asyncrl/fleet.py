@@ -15,6 +15,7 @@ from engine.families import megatron_layout, vllm_layout
 from engine.generator import GeneratorSpec, GeneratorWorker
 from engine.plan import Plan, make_plan
 from engine.publisher import Publisher
+from engine.seeds import Purpose, derive_seed
 from engine.segments import RunSegments, store_bytes
 from engine.types import FlipReport, Manifest, WeightVersion
 from engine.vllm_cpu import worker_environment
@@ -34,7 +35,8 @@ class FleetSpec:
         trainer: the same for all training ranks.
         generators: one a replica.
         bucket_bytes, num_slots: of the weight store.
-        start_deadline_s, call_deadline_s, publish_deadline_s, stop_deadline_s: for one call of one worker.
+        start_deadline_s, call_deadline_s, prepare_deadline_s, flip_deadline_s, stop_deadline_s: for one call of one
+            worker.
     """
 
     hf_config: Mapping[str, Any]
@@ -44,7 +46,8 @@ class FleetSpec:
     num_slots: int
     start_deadline_s: float
     call_deadline_s: float
-    publish_deadline_s: float
+    prepare_deadline_s: float
+    flip_deadline_s: float
     stop_deadline_s: float
 
 
@@ -112,14 +115,9 @@ class Fleet:
         slot = self.publisher.reserve(version)
         digests = await self.trainer.snapshot(version, epoch=self.publisher.epoch, slot=slot)
         manifest = self.publisher.commit(version, digests)
-        await call_all(self.replicas, "prepare", manifest, deadline_s=self._spec.publish_deadline_s)
-        flips = await call_all(self.replicas, "flip", manifest, deadline_s=self._spec.publish_deadline_s)
+        await call_all(self.replicas, "prepare", manifest, deadline_s=self._spec.prepare_deadline_s)
+        flips = await call_all(self.replicas, "flip", manifest, deadline_s=self._spec.flip_deadline_s)
         return manifest, flips
-
-    @property
-    def publish_deadline_s(self) -> float:
-        """For one prepare or one flip of one replica."""
-        return self._spec.publish_deadline_s
 
     async def generator_peaks(self) -> dict[str, int]:
         """Most resident memory of every replica so far, in bytes."""
@@ -218,6 +216,7 @@ def fleet_spec(recipe: Recipe, machine: Machine, *, model_dir: str, hf_config: M
                 kv_cache_bytes=generator.kv_cache_mb << 20,
                 num_threads=generator.threads,
                 tp=generator.tp,
+                seed=derive_seed(recipe.seed, Purpose.GENERATOR_RANK, replica) % 2**32,  # numpy's takes 32 bits
                 cpus=cores.generator[replica],
             )
             for replica in range(generator.num_replicas)
@@ -226,7 +225,8 @@ def fleet_spec(recipe: Recipe, machine: Machine, *, model_dir: str, hf_config: M
         num_slots=recipe.schedule.num_slots,
         start_deadline_s=recipe.cluster.start_deadline_s,
         call_deadline_s=recipe.cluster.call_deadline_s,
-        publish_deadline_s=max(recipe.publish.prepare_deadline_s, recipe.publish.flip_deadline_s),
+        prepare_deadline_s=recipe.publish.prepare_deadline_s,
+        flip_deadline_s=recipe.publish.flip_deadline_s,
         stop_deadline_s=recipe.cluster.stop_deadline_s,
     )
 

@@ -25,27 +25,31 @@ class Rollout:
         sampling: Sampling,
         samples_per_prompt: int,
         deadline_s: float,
-        publish_deadline_s: float,
+        prepare_deadline_s: float,
+        flip_deadline_s: float,
     ) -> None:
         """Args:
         deadline_s: for one wave on one replica.
-        publish_deadline_s: for one prepare or one flip.
+        prepare_deadline_s, flip_deadline_s: for one version on one replica; `stop`, too, waits for a step to end.
         """
         self._replicas = tuple(replicas)
         self._run_seed = run_seed
         self._sampling = sampling
         self._samples_per_prompt = samples_per_prompt
         self._deadline_s = deadline_s
-        self._publish_deadline_s = publish_deadline_s
+        self._prepare_deadline_s = prepare_deadline_s
+        self._flip_deadline_s = flip_deadline_s
 
     async def prepare(self, manifest: Manifest) -> float:
         """Have every replica receive and verify a version; requests go on meanwhile. Returns the slowest one's ms."""
-        took_ms: tuple[float, ...] = await call_all(self._replicas, "prepare", manifest, deadline_s=self._publish_deadline_s)
+        took_ms: tuple[float, ...] = await call_all(
+            self._replicas, "prepare", manifest, deadline_s=self._prepare_deadline_s
+        )
         return max(took_ms)
 
     async def flip(self, manifest: Manifest) -> tuple[FlipReport, ...]:
         """Have every replica serve a version that all have prepared."""
-        return await call_all(self._replicas, "flip", manifest, deadline_s=self._publish_deadline_s)
+        return await call_all(self._replicas, "flip", manifest, deadline_s=self._flip_deadline_s)
 
     async def generate(
         self, *, step: int, version: WeightVersion, prompts: tuple[Prompt, ...]
@@ -75,7 +79,7 @@ class Rollout:
 
     async def stop(self) -> None:
         """Let `watch` return."""
-        await call_all(self._replicas, "stop", deadline_s=self._publish_deadline_s)
+        await call_all(self._replicas, "stop", deadline_s=self._flip_deadline_s)
 
     async def _spread(
         self,

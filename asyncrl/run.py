@@ -162,7 +162,8 @@ def _build_scheduler(
         sampling=sampling,
         samples_per_prompt=trainer.samples_per_prompt,
         deadline_s=recipe.cluster.call_deadline_s,
-        publish_deadline_s=fleet.publish_deadline_s,
+        prepare_deadline_s=recipe.publish.prepare_deadline_s,
+        flip_deadline_s=recipe.publish.flip_deadline_s,
     )
     scorer = Scorer(
         reward=load_reward(recipe.reward),

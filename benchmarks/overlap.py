@@ -94,7 +94,8 @@ class Bench:
             ),
             samples_per_prompt=recipe.trainer.samples_per_prompt,
             deadline_s=600.0,
-            publish_deadline_s=60.0,
+            prepare_deadline_s=60.0,
+            flip_deadline_s=60.0,
         )
 
     def take(self, step: int) -> Any:  # noqa: ANN401
