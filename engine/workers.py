@@ -8,10 +8,13 @@ Nothing above this file knows that there is Ray.
 from __future__ import annotations
 
 import os
-import re
 import secrets
+import signal
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,12 +22,12 @@ from typing import Any, Protocol
 import anyio
 
 from engine.locked_folder import LockedFolder
+from engine.worker_death import describe_death
 
 DEVICE_RESOURCE = "asyncrl_device"
 _OBJECT_STORE_BYTES = 128 << 20  # only requests and results pass here, never weights
 _TEMP_KIND = "asyncrl-ray"
 _TEMP_ROOT_CHARACTERS = 18  # with more, Ray's socket paths may pass 107 characters
-_TAIL_LINES, _TAIL_BYTES = 12, 16 << 10
 
 
 class ClusterError(RuntimeError):
@@ -117,9 +120,12 @@ class RayWorker:
         except ray.exceptions.RayTaskError as error:  # before TimeoutError: Ray's is one too if the worker's was
             raise WorkerError(f"{where} failed: {_worker_error(error)}") from error
         except ray.exceptions.RayActorError as error:
-            raise self._death(method, error) from error
+            if "error raised in its creation task" in str(error):
+                raise WorkerError(f"{self.name}.__init__ failed: {_last_line(error)}") from error
+
+            raise WorkerDied(describe_death(self.name, method, str(error), self._logs)) from error
         except ray.exceptions.UnserializableException as error:
-            raise WorkerError(f"{where} failed: {str(error).strip().splitlines()[-1]}") from error
+            raise WorkerError(f"{where} failed: {_last_line(error)}") from error
         except TimeoutError as error:
             raise WorkerTimeout(
                 f"{where} did not answer within {deadline_s:g} s; if the machine is only slow, raise the deadline"
@@ -132,17 +138,6 @@ class RayWorker:
         import ray
 
         ray.kill(self._actor, no_restart=True)
-
-    def _death(self, method: str, error: BaseException) -> Exception:
-        text = str(error)
-        pid = re.search(r"^\s*pid: (\d+)$", text, re.MULTILINE)
-        if "error raised in its creation task" in text:
-            return WorkerError(f"{self.name}.__init__ failed: {text.strip().splitlines()[-1]}")
-
-        process = f"{self.name} (process {pid[1]})" if pid is not None else self.name
-        message = f"{process} died while {method} was running or before: {_why_dead(text)}"
-        tail = _tail(self._logs, pid[1]) if pid is not None and self._logs is not None else []
-        return WorkerDied("\n".join([f"{message}. Its last words:", *tail] if tail else [message]))
 
 
 class Cluster:
@@ -168,7 +163,8 @@ class Cluster:
         if self._spec.address is not None:
             options["address"] = self._spec.address
         else:
-            os.environ.update({**_private_ray_environment(), **self._environment})
+            _set_private_environment()
+            os.environ.update(self._environment)
             self._temp = LockedFolder.create(_temp_root(), _TEMP_KIND, secrets.token_hex(4))
             options.update(
                 num_cpus=0,  # no worker asks for one, and Ray starts an idle process for each
@@ -180,7 +176,8 @@ class Cluster:
                 _node_ip_address="127.0.0.1",
             )
         try:
-            _start_ray(options)
+            with self._workers_temp(), _own_sigterm():
+                _start_ray(options)
         except BaseException:
             self._remove_temp()
             raise
@@ -193,7 +190,8 @@ class Cluster:
         with anyio.CancelScope(shield=True):
             for worker in self._workers:
                 worker.kill()
-            await anyio.to_thread.run_sync(ray.shutdown)
+            with _own_sigterm():
+                await anyio.to_thread.run_sync(ray.shutdown)
             self._remove_temp()
 
     @property
@@ -232,6 +230,7 @@ class Cluster:
         try:
             await worker.call("__ray_ready__", deadline_s=self._spec.placement_deadline_s)
         except WorkerTimeout as error:
+            worker.kill()  # else it takes the next free slot
             late = f"{spec.name} has no room, or did not come up, within {self._spec.placement_deadline_s:g} s"
             raise PlacementError(self._no_room(spec, late)) from error
 
@@ -246,6 +245,25 @@ class Cluster:
         )
         wanted = f"it wants {spec.num_devices} device slot(s)"
         return f"{what}: {wanted}; the cluster has {total:g}, {free:g} of them free. {cure}"
+
+    @contextmanager
+    def _workers_temp(self) -> Iterator[None]:
+        """Let Ray, and with it every worker, inherit a temporary folder that goes with the cluster.
+
+        What a worker that is killed leaves behind is then removed too.
+        """
+        before = os.environ.get("TMPDIR")
+        if self._temp is not None:
+            folder = self._temp.path / "t"
+            folder.mkdir(mode=0o700)
+            os.environ["TMPDIR"] = str(folder)
+        try:
+            yield
+        finally:
+            if before is not None:
+                os.environ["TMPDIR"] = before
+            else:
+                os.environ.pop("TMPDIR", None)
 
     def _remove_temp(self) -> None:
         if self._temp is not None:
@@ -320,7 +338,7 @@ def _start_ray(options: Mapping[str, Any]) -> None:
     # `log_to_driver=False` does not stop Ray from printing that a worker died; who waits for the worker is told anyway.
     worker._worker_logs_enabled = False
     set_handler = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda handler: None  # what SIGTERM does is the program's business
+    utils.set_sigterm_handler = lambda handler: None  # it would end the process in the middle of this call
     try:
         ray.init(**options)
     except (RuntimeError, ConnectionError, OSError, ValueError, ray.exceptions.RayError) as error:
@@ -330,16 +348,29 @@ def _start_ray(options: Mapping[str, Any]) -> None:
         utils.set_sigterm_handler = set_handler
 
 
-def _private_ray_environment() -> dict[str, str]:
-    """Settings of a cluster of our own; Ray reads some of them while it is imported. What the user has set wins."""
-    ours = {
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep what SIGTERM does: Ray's core prints a stack trace, from its start on, and lets the process die after it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _set_private_environment() -> None:
+    """Settings of a cluster of our own, most of which Ray reads while it is imported. What the user has set wins."""
+    if "ray" in sys.modules and "RAY_AUTH_MODE" not in os.environ:
+        raise ClusterError("ray was imported before a private cluster could be configured; import it later")
+
+    settings = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's coming default, without its warning
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one machine, as on those systems: bind loopback only
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one into the home folder
     }
-    return {name: os.environ.get(name, value) for name, value in ours.items()}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
 
 
 def _temp_root() -> Path:
@@ -359,26 +390,10 @@ def _worker_error(error: Any) -> str:  # noqa: ANN401
     return f"{type(cause).__name__}: {cause}"
 
 
-def _why_dead(text: str) -> str:
-    """The part of Ray's long message that says something."""
-    if "connection error code 2" in text:
-        return "its process is gone (killed, out of memory, or crashed)"
-
-    found = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text, re.MULTILINE)
-    return found[1] if found is not None else text.strip().splitlines()[0]
-
-
-def _tail(logs: Path, pid: str) -> list[str]:
-    """The last lines that a process wrote to its standard error."""
-    for path in logs.glob(f"worker-*-{pid}.err"):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        return [line for line in lines if line.strip() and not line.startswith(":")][-_TAIL_LINES:]
-
-    return []
-
-
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1]
