@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from asyncrl.types import Group, Trajectory
-from engine.types import FloatArray
+from engine.types import FloatArray, WeightVersion
 from trainers.advantages import group_relative
 from trainers.types import Batch, LongArray, MicroBatch
 
@@ -62,13 +62,22 @@ def make_batch(step: int, groups: Sequence[Group], spec: BatchSpec) -> Batch:
                 num_tokens = len(prompt_ids) + len(trajectory.token_ids)
                 sequences.append(_Sequence(prompt_ids, prompt_zeros, trajectory, advantage, num_tokens))
     shares = _spread(sequences, spec.dp)
-    oldest = [v for s in sequences if (v := s.trajectory.oldest_version) is not None]
+    oldest = [v for s in sequences if (v := _oldest_trained(s.trajectory)) is not None]
     return Batch(
         step=step,
         micro_batches=tuple(_cut(share, spec.micro_batch_tokens) for share in shares),
         num_loss_tokens=num_loss_tokens,
         oldest_version=min(oldest) if oldest else None,
     )
+
+
+def _oldest_trained(trajectory: Trajectory) -> WeightVersion | None:
+    """The oldest version that computed a token with a gradient; tokens that are masked out may be older."""
+    if len(trajectory.versions) == 1:
+        return trajectory.versions[0].version
+
+    mask = trajectory.loss_mask
+    return min((span.version for span in trajectory.versions if mask[span.start : span.stop].any()), default=None)
 
 
 def _spread(sequences: list[_Sequence], dp: int) -> list[list[_Sequence]]:
@@ -123,8 +132,10 @@ def _pack(sequences: Sequence[_Sequence]) -> MicroBatch:
 
 
 def _masked_micro_batch() -> MicroBatch:
-    zero, one = np.zeros(1, np.float32), np.zeros(1, np.int64)
-    return MicroBatch(token_ids=one, labels=one, lengths=(1,), loss_mask=zero, advantages=zero, generator_logprobs=zero)
+    token, zero = _frozen(np.zeros(1, np.int64)), _frozen(np.zeros(1, np.float32))
+    return MicroBatch(
+        token_ids=token, labels=token, lengths=(1,), loss_mask=zero, advantages=zero, generator_logprobs=zero
+    )
 
 
 def _frozen(joined: _Array) -> _Array:
