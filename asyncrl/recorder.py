@@ -100,10 +100,8 @@ class Recorder:
 
 
 def _sample_rows(record: EvalRecord, groups: tuple[Group, ...], num_rows: int) -> list[SampleRow]:
-    rows: list[SampleRow] = []
-    for group in groups[:num_rows]:
-        rows += [_sample_row(record, group, trajectory) for trajectory in group.trajectories[:1]]
-    return rows
+    answered = [group for group in groups if group.trajectories]
+    return [_sample_row(record, group, group.trajectories[0]) for group in answered[:num_rows]]
 
 
 def _sample_row(record: EvalRecord, group: Group, trajectory: Trajectory) -> SampleRow:
