@@ -114,6 +114,7 @@ class Console:
             _part("sampled", record.sampled_accuracy, ".3f"),
             _part("greedy", record.greedy_accuracy, ".3f"),
             _part("reward", record.reward_mean, ".3f"),
+            f"failed {record.num_failures}" if record.num_failures else "",
         )
         self._evaluated = f"evaluation of version {record.version}: {scores}"
         self.line(f"{self._evaluated}  ({record.num_prompts} prompts, {record.eval_s:.1f} s)")

@@ -137,7 +137,8 @@ def describe_error(error: BaseException) -> str:
     if isinstance(cause, ValueError | RuntimeError) and text:
         return text
 
-    return f"{type(cause).__name__}: {text} (see {TRACEBACK} in the run's folder)"
+    named = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+    return f"{named} (see {TRACEBACK} in the run's folder)"
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
