@@ -35,7 +35,8 @@ NUM_STEPS, PROMPTS, SAMPLES = 6, 4, 3
 SMALL = (
     f"trainer.num_steps={NUM_STEPS}", f"trainer.prompts_per_step={PROMPTS}", f"trainer.samples_per_prompt={SAMPLES}",
     "trainer.lr_schedule.warmup_steps=2", "eval.every=2", "eval.num_prompts=5", "checkpoint.every=2",
-    "cluster.devices=4", "generator.num_replicas=2", "tracking.wandb.mode=disabled", "trainer.cpus=none", "generator.cpus=none",
+    "cluster.devices=4", "generator.num_replicas=2", "trainer.cpus=none", "generator.cpus=none",
+    "tracking.wandb.mode=disabled",
 )  # fmt: skip
 FIRST_BITS = "0" * 32
 
