@@ -35,8 +35,7 @@ class FleetSpec:
         trainer: the same for all training ranks.
         generators: one a replica.
         bucket_bytes, num_slots: of the weight store.
-        start_deadline_s, call_deadline_s, prepare_deadline_s, flip_deadline_s, stop_deadline_s: for one call of one
-            worker.
+        start_deadline_s, call_deadline_s, prepare_deadline_s, flip_deadline_s: for one call of one worker.
     """
 
     hf_config: Mapping[str, Any]
@@ -48,7 +47,6 @@ class FleetSpec:
     call_deadline_s: float
     prepare_deadline_s: float
     flip_deadline_s: float
-    stop_deadline_s: float
 
 
 class Fleet:
@@ -89,9 +87,11 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._placed:
-            worker.kill()
-        self._segments.close()
+        try:
+            for worker in self._placed:
+                worker.kill()
+        finally:
+            self._segments.close()
 
     async def start(self, resume_from: str | None = None) -> None:
         """Start all workers side by side and connect them to the store.
@@ -121,7 +121,7 @@ class Fleet:
 
     async def generator_peaks(self) -> dict[str, int]:
         """Most resident memory of every replica so far, in bytes."""
-        reports = await call_all(self.replicas, "report", deadline_s=self._spec.stop_deadline_s)
+        reports = await call_all(self.replicas, "report", deadline_s=self._spec.call_deadline_s)
         return {worker.name: report.peak_memory_bytes for worker, report in zip(self.replicas, reports, strict=True)}
 
     async def _start_trainer(self, resume_from: str | None) -> None:
@@ -227,17 +227,17 @@ def fleet_spec(recipe: Recipe, machine: Machine, *, model_dir: str, hf_config: M
         call_deadline_s=recipe.cluster.call_deadline_s,
         prepare_deadline_s=recipe.publish.prepare_deadline_s,
         flip_deadline_s=recipe.publish.flip_deadline_s,
-        stop_deadline_s=recipe.cluster.stop_deadline_s,
     )
 
 
 def cluster_for(recipe: Recipe, machine: Machine) -> Cluster:
     """The cluster that the recipe names or, without an address, a private one; not yet up."""
-    devices = recipe.cluster.devices
+    devices, on_gpu = recipe.cluster.devices, machine.num_gpus > 0
     spec = ClusterSpec(
         address=recipe.cluster.address,
         num_devices=devices if devices != "auto" else machine.num_devices,
+        on_gpu=on_gpu,
         placement_deadline_s=recipe.cluster.placement_deadline_s,
     )
-    device = "cuda" if machine.num_gpus > 0 else "cpu"
-    return Cluster(spec, environment=worker_environment(recipe.generator.threads, device=device))
+    environment = worker_environment(recipe.generator.threads, device="cuda" if on_gpu else "cpu")
+    return Cluster(spec, environment=environment)

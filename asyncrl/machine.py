@@ -64,14 +64,15 @@ def assign_cores(recipe: Recipe, machine: Machine) -> Cores:
 
     `auto`: trainer and generator get disjoint cores, `threads` for each worker where there are enough, else a share
     in proportion with at least one core a side, which the workers of that side share. The sides of a synchronous run
-    (max_staleness 0) take turns, so each may have all cores. A single core is not divided and nothing is pinned.
+    (max_staleness 0) take turns, so each may have all cores. A single core is not divided and nothing is pinned; nor
+    is a worker that computes on a GPU: `threads` says nothing about the cores that keep a GPU busy.
     An explicit list is divided evenly among the side's workers if it can be, shared otherwise.
     """
     trainer, generator, cores = recipe.trainer, recipe.generator, machine.cores
     num_trainer = trainer.world_size * trainer.threads
     num_generator = generator.num_replicas * generator.threads
     split: tuple[tuple[int, ...], tuple[int, ...]]
-    if len(cores) < 2:
+    if len(cores) < 2 or machine.num_gpus > 0:
         split = ((), ())
     elif recipe.schedule.max_staleness == 0:
         split = (cores, cores)

@@ -27,10 +27,12 @@ class Rollout:
         deadline_s: float,
         prepare_deadline_s: float,
         flip_deadline_s: float,
+        stop_deadline_s: float,
     ) -> None:
         """Args:
         deadline_s: for one wave on one replica.
-        prepare_deadline_s, flip_deadline_s: for one version on one replica; `stop`, too, waits for a step to end.
+        prepare_deadline_s, flip_deadline_s: for one version on one replica.
+        stop_deadline_s: for the end of a replica's engine.
         """
         self._replicas = tuple(replicas)
         self._run_seed = run_seed
@@ -39,6 +41,7 @@ class Rollout:
         self._deadline_s = deadline_s
         self._prepare_deadline_s = prepare_deadline_s
         self._flip_deadline_s = flip_deadline_s
+        self._stop_deadline_s = stop_deadline_s
 
     async def prepare(self, manifest: Manifest) -> float:
         """Have every replica receive and verify a version; requests go on meanwhile. Returns the slowest one's ms."""
@@ -79,7 +82,7 @@ class Rollout:
 
     async def stop(self) -> None:
         """Let `watch` return."""
-        await call_all(self._replicas, "stop", deadline_s=self._flip_deadline_s)
+        await call_all(self._replicas, "stop", deadline_s=self._stop_deadline_s)
 
     async def _spread(
         self,

@@ -6,6 +6,7 @@ Reads top to bottom. The parts know neither each other nor the recipe; each gets
 from __future__ import annotations
 
 import gc
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -164,6 +165,7 @@ def _build_scheduler(
         deadline_s=recipe.cluster.call_deadline_s,
         prepare_deadline_s=recipe.publish.prepare_deadline_s,
         flip_deadline_s=recipe.publish.flip_deadline_s,
+        stop_deadline_s=recipe.cluster.stop_deadline_s,
     )
     scorer = Scorer(
         reward=load_reward(recipe.reward),
@@ -189,45 +191,59 @@ def _build_scheduler(
         max_failure_rate=recipe.schedule.max_failure_rate,
         report=recorder.evaluation,
     )
-    batch_spec = BatchSpec(
-        dp=trainer.dp,
-        micro_batch_tokens=trainer.micro_batch_tokens,
+    parts = Parts(
+        take=lambda step: prompts.train.take(step * trainer.prompts_per_step, trainer.prompts_per_step),
+        generators=rollout,
+        score=_score_with(scorer, recipe),
+        trainer=BusyTrainer(fleet.trainer, busy),
+        publisher=fleet.publisher,
+        evaluate=evaluator.run,
+        checkpoint=_checkpoint_with(request, fleet, report),
+        report=recorder.step,
+    )
+    return Scheduler(_schedule(request), parts, manifest)
+
+
+def _schedule(request: RunRequest) -> ScheduleSpec:
+    recipe = request.loaded.recipe
+    return ScheduleSpec(
+        num_steps=recipe.trainer.num_steps,
+        first_step=request.first_step,
+        max_staleness=recipe.schedule.max_staleness,
+        max_failure_rate=recipe.schedule.max_failure_rate,
+        eval_every=recipe.eval.every,
+        eval_deadline_s=recipe.eval.deadline_s,
+    )
+
+
+def _score_with(scorer: Scorer, recipe: Recipe) -> Callable[[Wave], Awaitable[Scored]]:
+    spec = BatchSpec(
+        dp=recipe.trainer.dp,
+        micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         normalize_std=recipe.algorithm.normalize_std,
         pack_all=recipe.algorithm.entropy_coef > 0.0,
     )
-    checkpoints = CheckpointStore(request.folder, seed=recipe.seed, keep_last=recipe.checkpoint.keep_last)
 
     async def score(wave: Wave) -> Scored:
-        groups = scorer.groups(wave.prompts, wave.results, samples_per_prompt=trainer.samples_per_prompt)
-        return Scored(wave=wave, groups=groups, batch=make_batch(wave.step, groups, batch_spec))
+        groups = scorer.groups(wave.prompts, wave.results, samples_per_prompt=recipe.trainer.samples_per_prompt)
+        return Scored(wave=wave, groups=groups, batch=make_batch(wave.step, groups, spec))
+
+    return score
+
+
+def _checkpoint_with(
+    request: RunRequest, fleet: Fleet, report: RunReport
+) -> Callable[[WeightVersion], Awaitable[None]]:
+    recipe = request.loaded.recipe
+    every, num_steps = recipe.checkpoint.every, recipe.trainer.num_steps
+    store = CheckpointStore(request.folder, seed=recipe.seed, keep_last=recipe.checkpoint.keep_last)
 
     async def checkpoint(version: WeightVersion) -> None:
-        every = recipe.checkpoint.every
-        if version == trainer.num_steps or (every > 0 and version % every == 0):
-            await checkpoints.write(version, partial(_save, fleet))
+        if version == num_steps or (every > 0 and version % every == 0):
+            await store.write(version, partial(_save, fleet))
             await report.generator_memory(fleet)
 
-    return Scheduler(
-        ScheduleSpec(
-            num_steps=trainer.num_steps,
-            first_step=request.first_step,
-            max_staleness=recipe.schedule.max_staleness,
-            max_failure_rate=recipe.schedule.max_failure_rate,
-            eval_every=recipe.eval.every,
-            eval_deadline_s=recipe.eval.deadline_s,
-        ),
-        Parts(
-            take=lambda step: prompts.train.take(step * trainer.prompts_per_step, trainer.prompts_per_step),
-            generators=rollout,
-            score=score,
-            trainer=BusyTrainer(fleet.trainer, busy),
-            publisher=fleet.publisher,
-            evaluate=evaluator.run,
-            checkpoint=checkpoint,
-            report=recorder.step,
-        ),
-        manifest,
-    )
+    return checkpoint
 
 
 async def _save(fleet: Fleet, megatron: Path, hf: Path) -> None:

@@ -8,8 +8,8 @@
 
 With P prompts a step, prompt i belongs to step s = i // P, and step s turns version s into version s + 1. The
 rollouts of step s are written by version max(first version, s - max_staleness), exactly: what happens is a function
-of the recipe and never of who wakes first. Every hand-over is a stream that holds one object, and the versions bound
-how far ahead the generators run: step s + max_staleness + 1 needs a version that step s has yet to make.
+of the recipe and never of who wakes first. Every hand-over is a stream, and the versions bound how far ahead the
+generators run: step s + max_staleness + 1 needs a version that step s has yet to make.
 
     max_staleness 1:   generate  | 0 on v0 | 1 on v0 | 2 on v1 | 3 on v2 |
                        train               | 0 -> v1 | 1 -> v2 | 2 -> v3 |
@@ -185,9 +185,8 @@ class Scheduler:
     async def _generate_loop(self, waves: MemoryObjectSendStream[Wave], tasks: TaskGroup) -> None:
         """Consumes prompts, produces waves, in step order.
 
-        Waits for the version of the step (woken by the publish loop), for a running evaluation before a flip, and
-        for the score loop when that is a whole wave behind. After the last wave it serves and evaluates the last
-        version.
+        Waits for the version of the step (woken by the publish loop), and for a running evaluation before a flip. After
+        the last wave it serves and evaluates the last version.
         """
         async with waves:
             for step in range(self._spec.first_step, self._spec.num_steps):

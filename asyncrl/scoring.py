@@ -144,15 +144,16 @@ def version_spans(versions: IntArray) -> tuple[VersionSpan, ...]:
 
 
 def _split(result: GenerateResult) -> Iterator[_Sample]:
-    for column in (result.token_ids, result.logprobs, result.versions):
+    token_ids, logprobs = result.token_ids.view(), result.logprobs.view()
+    for column in (token_ids, logprobs):
         column.flags.writeable = False
-    token_list = tuple(result.token_ids.tolist())
+    token_list = tuple(token_ids.tolist())
     only = int(result.versions[0]) if len(token_list) and (result.versions == result.versions[0]).all() else None
     start = 0
     for length, finish_reason in zip(result.lengths.tolist(), result.finish_reasons, strict=True):
         part = slice(start, start + length)
         versions = _one_span(length, only) if only is not None else version_spans(result.versions[part])
-        yield _Sample(result.token_ids[part], token_list[part], result.logprobs[part], versions, finish_reason)
+        yield _Sample(token_ids[part], token_list[part], logprobs[part], versions, finish_reason)
         start += length
     assert start == len(token_list), f"the lengths add up to {start}, there are {len(token_list)} tokens"
 

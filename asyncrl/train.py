@@ -1,7 +1,7 @@
 """`python -m asyncrl.train --config RECIPE [key=value ...]`: run a recipe. Parse, check, run.
 
-Exit status: 0 the run reached its last step; 1 it failed; 2 the recipe, the folder or the installation is at fault and
-nothing was started; 130 Ctrl-C.
+Exit status: 0 the run reached its last step; 1 it failed; 2 the recipe, the data, the folder or the installation is at
+fault; 130 Ctrl-C.
 """
 
 from __future__ import annotations

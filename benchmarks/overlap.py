@@ -96,6 +96,7 @@ class Bench:
             deadline_s=600.0,
             prepare_deadline_s=60.0,
             flip_deadline_s=60.0,
+            stop_deadline_s=60.0,
         )
 
     def take(self, step: int) -> Any:  # noqa: ANN401

@@ -269,9 +269,14 @@ class GeneratorWorker:
     async def run(self) -> None:
         """Step the engine while there are requests, until `stop`. Awaited for the whole run, so that a death shows.
 
+        Returns at once if `stop` came first (a run with nothing left to do).
+
         Raises:
             GeneratorError: the engine failed; every generate call under way raises it too.
         """
+        if self._ended is not None and self._pump_ended is None:
+            return
+
         engine = self._serving_engine()
         assert self._pump_ended is None, "run was called twice"
         self._pump_ended = anyio.Event()

@@ -77,11 +77,13 @@ class ClusterSpec:
     Attributes:
         address: of a running Ray cluster; None starts a private one on this machine, bound to loopback.
         num_devices: logical device slots of the private cluster.
+        on_gpu: every slot is a GPU, of which a worker sees its own only (`CUDA_VISIBLE_DEVICES`, Ray's doing).
         placement_deadline_s: how long a worker may wait for its slot and its process.
     """
 
     address: str | None
     num_devices: int
+    on_gpu: bool = False
     placement_deadline_s: float = 120.0
 
 
@@ -150,8 +152,8 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, *, environment: Mapping[str, str]) -> None:
         """Args:
         spec: where workers run.
-        environment: of every worker. A private cluster inherits it from this process, without a runtime environment
-            (which costs start-up time).
+        environment: of every worker. Those of a private cluster inherit it, without a runtime environment (which costs
+            start-up time); this process's own is as before once the cluster is up.
         """
         self._spec = spec
         self._environment = dict(environment)
@@ -164,11 +166,10 @@ class Cluster:
             options["address"] = self._spec.address
         else:
             _set_private_environment()
-            os.environ.update(self._environment)
             self._temp = LockedFolder.create(_temp_root(), _TEMP_KIND, secrets.token_hex(4))
             options.update(
                 num_cpus=0,  # no worker asks for one, and Ray starts an idle process for each
-                num_gpus=0 if not _has_gpu() else None,
+                num_gpus=None if self._spec.on_gpu else 0,
                 resources={DEVICE_RESOURCE: self._spec.num_devices},
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
@@ -176,7 +177,7 @@ class Cluster:
                 _node_ip_address="127.0.0.1",
             )
         try:
-            with self._workers_temp(), _own_sigterm():
+            with self._inherited_environment(), _own_sigterm():
                 _start_ray(options)
         except BaseException:
             self._remove_temp()
@@ -188,11 +189,13 @@ class Cluster:
         import ray
 
         with anyio.CancelScope(shield=True):
-            for worker in self._workers:
-                worker.kill()
-            with _own_sigterm():
-                await anyio.to_thread.run_sync(ray.shutdown)
-            self._remove_temp()
+            try:
+                for worker in self._workers:
+                    worker.kill()
+            finally:
+                with _own_sigterm():
+                    await anyio.to_thread.run_sync(ray.shutdown)
+                self._remove_temp()
 
     @property
     def _ray_folder(self) -> Path | None:
@@ -219,7 +222,7 @@ class Cluster:
             "resources": {DEVICE_RESOURCE: float(spec.num_devices)},
             "max_restarts": 0,
         }
-        if _has_gpu():
+        if self._spec.on_gpu:
             options["num_gpus"] = spec.num_devices
         own = {**(self._environment if self._temp is None else {}), **spec.environment}
         if own:
@@ -247,23 +250,26 @@ class Cluster:
         return f"{what}: {wanted}; the cluster has {total:g}, {free:g} of them free. {cure}"
 
     @contextmanager
-    def _workers_temp(self) -> Iterator[None]:
-        """Let Ray, and with it every worker, inherit a temporary folder that goes with the cluster.
+    def _inherited_environment(self) -> Iterator[None]:
+        """Set what Ray, and with it every worker of a private cluster, inherits, while Ray starts.
 
-        What a worker that is killed leaves behind is then removed too.
+        The temporary folder goes with the cluster: what a worker that is killed leaves behind is then removed too.
         """
-        before = os.environ.get("TMPDIR")
+        own: dict[str, str] = {}
         if self._temp is not None:
             folder = self._temp.path / "t"
             folder.mkdir(mode=0o700)
-            os.environ["TMPDIR"] = str(folder)
+            own = self._environment | {"TMPDIR": str(folder)}
+        before = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
         try:
             yield
         finally:
-            if before is not None:
-                os.environ["TMPDIR"] = before
-            else:
-                os.environ.pop("TMPDIR", None)
+            for name, value in before.items():
+                if value is not None:
+                    os.environ[name] = value
+                else:
+                    os.environ.pop(name, None)
 
     def _remove_temp(self) -> None:
         if self._temp is not None:
@@ -352,9 +358,11 @@ def _start_ray(options: Mapping[str, Any]) -> None:
 def _own_sigterm() -> Iterator[None]:
     """Keep what SIGTERM does: Ray's core prints a stack trace, from its start on, and lets the process die after it."""
     handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _set_private_environment() -> None:
@@ -377,11 +385,6 @@ def _temp_root() -> Path:
     """The user's temporary folder if it is short enough for Ray's sockets, else /tmp."""
     wanted = tempfile.gettempdir()
     return Path(wanted if len(wanted) + len(str(os.geteuid())) <= _TEMP_ROOT_CHARACTERS else "/tmp")
-
-
-def _has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU, without importing torch."""
-    return Path("/dev/nvidiactl").exists()
 
 
 def _worker_error(error: Any) -> str:  # noqa: ANN401

@@ -99,7 +99,7 @@ class MegatronRank:
             pp_rank=self._place.pipeline,
             dp_rank=self._place.data,
             pid=os.getpid(),
-            device=str(torch.cuda.current_device() if torch.cuda.is_available() else "cpu"),
+            device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
             num_parameters=sum(parameter.numel() for parameter in parameters.values()),
             timings_s=timings,
             peak_memory_bytes=peak_memory_bytes(),

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.families import HfConfig
 from engine.layout import Layout
 from trainers.fused_cpu import SwiGlu
 from trainers.packing import PackedAttention, group_sequences
-
-HfConfig = Mapping[str, Any]
-"""A parsed Hugging Face `config.json`."""
 
 # With Transformer Engine a norm is part of the linear layer behind it; layouts know it under its own name.
 _FUSED_NORMS = (

@@ -93,4 +93,6 @@ class Cluster(Section):
     call_deadline_s: Seconds = Field(
         default=600.0, description="One call of a worker (a step, a batch) must end within it."
     )
-    stop_deadline_s: Seconds = Field(default=10.0, description="Workers that do not stop within this time are killed.")
+    stop_deadline_s: Seconds = Field(
+        default=30.0, description="After the last step every generator must have ended its engine within this time."
+    )

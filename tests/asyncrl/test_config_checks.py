@@ -90,6 +90,12 @@ def test_one_core_is_not_divided() -> None:
     assert (cores.trainer, cores.generator) == ((None,), (None,))
 
 
+def test_who_computes_on_a_gpu_is_pinned_only_where_the_recipe_says_so() -> None:
+    machine = Machine(cores=(0, 1, 2, 3), num_gpus=2)
+    cores = assign_cores(recipe_with("generator.cpus=[2,3]"), machine)
+    assert (cores.trainer, cores.generator) == ((None,), ((2, 3),))
+
+
 @settings(max_examples=30)
 @given(st.integers(2, 40), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_automatic_cores_are_disjoint_and_exist(

@@ -94,6 +94,7 @@ class Pipeline:
             deadline_s=120,
             prepare_deadline_s=60,
             flip_deadline_s=60,
+            stop_deadline_s=60,
         )
         self._prompts = open_prompts(
             recipe.data,

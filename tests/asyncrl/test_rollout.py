@@ -21,7 +21,7 @@ SAMPLING = Sampling(temperature=0.5, max_tokens=3, stop_token_ids=(2,))
 MANIFEST = Manifest(
     epoch=0, version=WeightVersion(4), written_version=WeightVersion(4), plan_hash="p", slot=1, digests={0: "d"}
 )
-DEADLINES = {"generate": 11.0, "prepare": 12.0, "flip": 13.0, "stop": 13.0, "run": None}
+DEADLINES = {"generate": 11.0, "prepare": 12.0, "flip": 13.0, "stop": 14.0, "run": None}
 
 
 @dataclass
@@ -86,6 +86,7 @@ def rollout(workers: list[FakeReplica], *, run_seed: int = 5, samples_per_prompt
         deadline_s=11.0,
         prepare_deadline_s=12.0,
         flip_deadline_s=13.0,
+        stop_deadline_s=14.0,
     )
 
 

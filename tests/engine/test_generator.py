@@ -343,8 +343,6 @@ async def test_stop_ends_calls_that_are_under_way() -> None:
     assert engine.log == ["close"]
     assert receiver.closed
     await worker.stop()  # idempotent
-    with pytest.raises(GeneratorError, match="it was stopped"):
-        await worker.run()
 
 
 async def test_a_cancelled_call_leaves_the_engine() -> None:
@@ -393,6 +391,14 @@ async def test_loud_failure_of_broken_weights(logprob: float) -> None:
     async with pumping(worker):
         with pytest.raises(GeneratorError, match="version 0 gives logprobs that are not finite"):
             await worker.generate(request(1))
+
+
+async def test_a_run_that_was_stopped_before_it_began_ends_at_once() -> None:
+    worker = await started()
+    await worker.stop()
+    await worker.run()
+    with pytest.raises(GeneratorError, match="it was stopped"):
+        await worker.generate(request(0))
 
 
 async def test_an_unknown_finish_reason_is_an_error() -> None:

@@ -103,6 +103,7 @@ async def cluster() -> AsyncIterator[Cluster]:
     spec = ClusterSpec(address=None, num_devices=NUM_SLOTS)
     async with Cluster(spec, environment={"ASYNCRL_TEST_WORKERS": "inherited"}) as running:
         assert signal.getsignal(signal.SIGTERM) is handler, "what SIGTERM does is not Ray's business"
+        assert "ASYNCRL_TEST_WORKERS" not in os.environ, "the workers' environment is not the driver's"
         from ray import cloudpickle  # not earlier: Ray reads its settings while it is imported
 
         cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
