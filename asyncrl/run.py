@@ -26,7 +26,7 @@ from asyncrl.machine import Machine, this_machine
 from asyncrl.model_source import ModelInfo, inspect_folder, materialize
 from asyncrl.recipe_errors import RecipeError
 from asyncrl.recorder import Recorder
-from asyncrl.rewards import load_reward
+from asyncrl.rewards import RewardFunction
 from asyncrl.rollout import Rollout
 from asyncrl.run_folder import MODEL_INIT
 from asyncrl.run_report import RunReport, describe_error
@@ -45,12 +45,14 @@ class RunRequest:
 
     Attributes:
         loaded: the recipe.
+        reward: the recipe's reward function.
         folder: the run's, open and locked by the caller.
         resume: the checkpoint to go on from; None for a new run.
         started_s: `time.monotonic()` when the process began, for the summary's wall time.
     """
 
     loaded: LoadedRecipe
+    reward: RewardFunction
     folder: Path
     resume: Checkpoint | None
     started_s: float
@@ -168,7 +170,7 @@ def _build_scheduler(
         stop_deadline_s=recipe.cluster.stop_deadline_s,
     )
     scorer = Scorer(
-        reward=load_reward(recipe.reward),
+        reward=request.reward,
         decode=tokenizer.decode_batch,
         stop_token_ids=model.stop_token_ids,
         max_attempts=recipe.schedule.max_attempts,

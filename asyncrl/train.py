@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from asyncrl.config import LoadedRecipe
     from asyncrl.console import Console
+    from asyncrl.rewards import RewardFunction
     from asyncrl.run import RunRequest
 
 _STARTED_S = time.monotonic()
@@ -74,17 +75,19 @@ def _resume_or_start(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
+    from asyncrl.rewards import load_reward
     from asyncrl.run_folder import RunFolder
 
+    reward = load_reward(loaded.recipe.reward)  # now: a run that cannot start gets no folder
     if arguments.resume is not None:
         opened = RunFolder.reopen(arguments.resume)
     else:
         opened = RunFolder.create(loaded.recipe.run.folder(datetime.now().astimezone()), loaded.unresolved_yaml)
     with opened as folder:
-        return _run_in(folder.path, arguments, loaded)
+        return _run_in(folder.path, arguments, loaded, reward)
 
 
-def _run_in(folder: Path, arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
+def _run_in(folder: Path, arguments: argparse.Namespace, loaded: LoadedRecipe, reward: RewardFunction) -> int:
     from asyncrl.checkpoint import CheckpointStore
     from asyncrl.console import Console
     from asyncrl.run import RunRequest
@@ -100,7 +103,7 @@ def _run_in(folder: Path, arguments: argparse.Namespace, loaded: LoadedRecipe) -
                 f"{resume.state.version} steps already; ask for more"
             )
 
-    request = RunRequest(loaded=loaded, folder=folder, resume=resume, started_s=_STARTED_S)
+    request = RunRequest(loaded=loaded, reward=reward, folder=folder, resume=resume, started_s=_STARTED_S)
     with Console(num_steps=recipe.trainer.num_steps, live=recipe.tracking.console, quiet=arguments.quiet) as console:
         return _drive(request, console)
 
