@@ -21,6 +21,14 @@ from asyncrl.metrics import StepRecord
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = REPOSITORY / "configs" / "grpo_copy.yaml"
+TINY = (
+    "trainer.num_steps=8",
+    "trainer.prompts_per_step=8",
+    "trainer.samples_per_prompt=4",
+    "trainer.lr_schedule.warmup_steps=0",
+    "eval.every=0",
+    "tracking.wandb.mode=disabled",
+)
 PATIENCE_S = 240.0  # for what takes seconds on a quiet machine; a test of its own measures what must be quick
 
 
@@ -96,6 +104,10 @@ class Ended:
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl."""
         return _lines(self.run / "metrics.jsonl")
+
+    def metrics_of(self, name: str) -> list[dict[str, Any]]:
+        """Those lines of metrics.jsonl that have a metric, for instance "train/loss"."""
+        return [line for line in self.metrics if name in line]
 
     def message(self) -> str:
         """The one message that says why the run ended."""
@@ -212,19 +224,19 @@ StartTrain = Callable[..., Train]
 
 @pytest.fixture(scope="session")
 def start_train() -> Iterator[StartTrain]:
-    """`start_train(*overrides)` starts the real command; what is left of it ends with the session.
+    """`start_train(*overrides)` starts the real command with a tiny recipe; what is left of it ends with the session.
 
     A short path: Ray's sockets are below it.
     """
     places: list[Path] = []
     started: list[Train] = []
 
-    def start(*arguments: str, place: Path | None = None, **options: Any) -> Train:  # noqa: ANN401
+    def start(*arguments: str, place: Path | None = None, tiny: bool = True, **options: Any) -> Train:  # noqa: ANN401
         if place is None:
             place = Path("/tmp", f"a{secrets.token_hex(3)}")
             place.mkdir(mode=0o700)
             places.append(place)
-        started.append(Train.start(place, *arguments, **options))
+        started.append(Train.start(place, *(TINY if tiny else ()), *arguments, **options))
         return started[-1]
 
     yield start
