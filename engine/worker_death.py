@@ -1,17 +1,17 @@
-"""What to tell the user when a worker's process is gone: its name, its number, why, and its last words."""
+"""What to tell the user of a worker that failed: its error; of one that died, who it was, why, and its last words."""
 
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
+from typing import Any
 
 _NUM_LINES = 12
 _NUM_BYTES = 16 << 10
-_RECENT_S = 5.0
+_FILE_TIME_LAG_S = 0.05  # the kernel stamps files with the time of its last tick
 
 
-def describe_death(name: str, method: str, ray_text: str, logs: Path | None) -> str:
+def describe_death(name: str, method: str, ray_text: str, logs: Path | None, *, since_s: float) -> str:
     """Return one message, the first line of which says everything that is known.
 
     Args:
@@ -19,13 +19,31 @@ def describe_death(name: str, method: str, ray_text: str, logs: Path | None) -> 
         method: that was running, or was called after the death.
         ray_text: what Ray says about it, at length.
         logs: folder with the workers' output, if it is on this machine.
+        since_s: Unix time; words from before are left out: warnings of its start, and not why it died.
     """
     found = re.search(r"^\s*pid: (\d+)$", ray_text, re.MULTILINE)
     pid = found[1] if found is not None else None
     process = f"{name} (process {pid})" if pid is not None else name
     message = f"{process} died while {method} was running or before: {_why(ray_text)}"
-    words = _last_words(logs, pid) if logs is not None and pid is not None else []
+    words = _last_words(logs, pid, since_s) if logs is not None and pid is not None else []
     return "\n".join([f"{message}. Its last words:", *words] if words else [message])
+
+
+def describe_raised(error: Any) -> str:  # noqa: ANN401
+    """Return type and message of what a worker raised, from Ray's error around it."""
+    cause = error.cause if isinstance(error.cause, BaseException) else error
+    return f"{type(cause).__name__}: {cause}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of a message; the error's type if it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of a message that has one: Ray puts the worker's traceback before it."""
+    return str(error).strip().splitlines()[-1]
 
 
 def _why(ray_text: str) -> str:
@@ -37,11 +55,11 @@ def _why(ray_text: str) -> str:
     return detail[1] if detail is not None else ray_text.strip().splitlines()[0]
 
 
-def _last_words(logs: Path, pid: str) -> list[str]:
-    """The last lines that the process wrote to its standard error, if it did so just now."""
+def _last_words(logs: Path, pid: str, since_s: float) -> list[str]:
+    """The last lines that the process wrote to its standard error, if it wrote any since then."""
     for path in logs.glob(f"worker-*-{pid}.err"):
-        if path.stat().st_mtime < time.time() - _RECENT_S:
-            return []  # the warnings of its start, and not why it died
+        if path.stat().st_mtime < since_s - _FILE_TIME_LAG_S:
+            return []
 
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _NUM_BYTES))

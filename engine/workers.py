@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,12 +23,13 @@ from typing import Any, Protocol
 import anyio
 
 from engine.locked_folder import LockedFolder
-from engine.worker_death import describe_death
+from engine.ray_settings import set_private_environment, temp_root
+from engine.worker_death import describe_death, describe_raised, first_line, last_line
 
 DEVICE_RESOURCE = "asyncrl_device"
 _OBJECT_STORE_BYTES = 128 << 20  # only requests and results pass here, never weights
+_JOIN_S = 10.0
 _TEMP_KIND = "asyncrl-ray"
-_TEMP_ROOT_CHARACTERS = 18  # with more, Ray's socket paths may pass 107 characters
 
 
 class ClusterError(RuntimeError):
@@ -111,6 +113,7 @@ class RayWorker:
         self.name = name
         self._actor = actor
         self._logs = logs
+        self._answered_s = 0.0  # Unix time of the last answer
 
     async def call(self, method: str, *args: Any, deadline_s: float | None, **kwargs: Any) -> Any:  # noqa: ANN401
         import ray.exceptions
@@ -118,22 +121,26 @@ class RayWorker:
         where = f"{self.name}.{method}"
         try:
             with anyio.fail_after(deadline_s):
-                return await getattr(self._actor, method).remote(*args, **kwargs)
+                answer = await getattr(self._actor, method).remote(*args, **kwargs)
         except ray.exceptions.RayTaskError as error:  # before TimeoutError: Ray's is one too if the worker's was
-            raise WorkerError(f"{where} failed: {_worker_error(error)}") from error
+            raise WorkerError(f"{where} failed: {describe_raised(error)}") from error
         except ray.exceptions.RayActorError as error:
             if "error raised in its creation task" in str(error):
-                raise WorkerError(f"{self.name}.__init__ failed: {_last_line(error)}") from error
+                raise WorkerError(f"{self.name}.__init__ failed: {last_line(error)}") from error
 
-            raise WorkerDied(describe_death(self.name, method, str(error), self._logs)) from error
+            text = describe_death(self.name, method, str(error), self._logs, since_s=self._answered_s)
+            raise WorkerDied(text) from error
         except ray.exceptions.UnserializableException as error:
-            raise WorkerError(f"{where} failed: {_last_line(error)}") from error
+            raise WorkerError(f"{where} failed: {last_line(error)}") from error
         except TimeoutError as error:
             raise WorkerTimeout(
                 f"{where} did not answer within {deadline_s:g} s; if the machine is only slow, raise the deadline"
             ) from error
         except ray.exceptions.RayError as error:
-            raise WorkerError(f"{where} failed: {_first_line(error)}") from error
+            raise WorkerError(f"{where} failed: {first_line(error)}") from error
+
+        self._answered_s = time.time()
+        return answer
 
     def kill(self) -> None:
         """End the process at once; a worker that is already gone is fine."""
@@ -163,10 +170,14 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
         if self._spec.address is not None:
+            _check_reachable(self._spec.address)
             options["address"] = self._spec.address
         else:
-            _set_private_environment()
-            self._temp = LockedFolder.create(_temp_root(), _TEMP_KIND, secrets.token_hex(4))
+            if "ray" in sys.modules and "RAY_AUTH_MODE" not in os.environ:
+                raise ClusterError("ray was imported before a private cluster could be configured; import it later")
+
+            set_private_environment()
+            self._temp = LockedFolder.create(temp_root(), _TEMP_KIND, secrets.token_hex(4))
             options.update(
                 num_cpus=0,  # no worker asks for one, and Ray starts an idle process for each
                 num_gpus=None if self._spec.on_gpu else 0,
@@ -265,11 +276,9 @@ class Cluster:
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is not None:
-                    os.environ[name] = value
-                else:
-                    os.environ.pop(name, None)
+            for name in own:
+                os.environ.pop(name, None)
+            os.environ.update({name: value for name, value in before.items() if value is not None})
 
     def _remove_temp(self) -> None:
         if self._temp is not None:
@@ -349,9 +358,21 @@ def _start_ray(options: Mapping[str, Any]) -> None:
         ray.init(**options)
     except (RuntimeError, ConnectionError, OSError, ValueError, ray.exceptions.RayError) as error:
         what = f"cannot join the Ray cluster at {options['address']}" if "address" in options else "Ray did not start"
-        raise ClusterError(f"{what}: {type(error).__name__}: {_first_line(error)}") from error
+        raise ClusterError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
     finally:
         utils.set_sigterm_handler = set_handler
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ClusterError if nobody listens at "host:port": Ray would go on trying for ten minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return  # "auto", "ray://...": for Ray to find
+
+    try:
+        socket.create_connection((host, int(port)), timeout=_JOIN_S).close()
+    except OSError as error:
+        raise ClusterError(f"cannot join the Ray cluster at {address}: {error.strerror or error}; is it up?") from error
 
 
 @contextmanager
@@ -363,40 +384,3 @@ def _own_sigterm() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
-
-
-def _set_private_environment() -> None:
-    """Settings of a cluster of our own, most of which Ray reads while it is imported. What the user has set wins."""
-    if "ray" in sys.modules and "RAY_AUTH_MODE" not in os.environ:
-        raise ClusterError("ray was imported before a private cluster could be configured; import it later")
-
-    settings = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's coming default, without its warning
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one machine, as on those systems: bind loopback only
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one into the home folder
-    }
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-
-
-def _temp_root() -> Path:
-    """The user's temporary folder if it is short enough for Ray's sockets, else /tmp."""
-    wanted = tempfile.gettempdir()
-    return Path(wanted if len(wanted) + len(str(os.geteuid())) <= _TEMP_ROOT_CHARACTERS else "/tmp")
-
-
-def _worker_error(error: Any) -> str:  # noqa: ANN401
-    """Type and message of what a worker raised."""
-    cause = error.cause if isinstance(error.cause, BaseException) else error
-    return f"{type(cause).__name__}: {cause}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[-1]
