@@ -10,8 +10,8 @@ from trainers.types import OptimizerSpec
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
     """Return the learning rate of one step.
 
-    Linear warm-up, then constant, then from `decay_start` on a linear or half-cosine decay (arXiv 1608.03983, equation 5,
-    without restarts) down to `lr * min_lr_ratio` at `decay_steps`.
+    Linear warm-up, then constant, then from `decay_start` on a linear or half-cosine decay (arXiv 1608.03983,
+    equation 5, without restarts) down to `lr * min_lr_ratio` at `decay_steps`.
 
     Args:
         spec: see `OptimizerSpec`.
