@@ -6,6 +6,7 @@ One private Ray for the module, with three device slots; every test leaves it wi
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -331,11 +332,16 @@ anyio.run(main)
 """
 
 
+def without_ray_settings() -> dict[str, str]:
+    """The environment without what this module's own cluster has set: that one binds loopback, another need not."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+
+
 def run_script(script: str, *arguments: str, environment: dict[str, str]) -> str:
     """Run a driver of its own, which imports ray afresh, and return what it printed."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", script, *arguments],
-        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | environment,
+        env=without_ray_settings() | environment,
         capture_output=True,
         text=True,
         timeout=200,
@@ -363,7 +369,7 @@ def test_joins_a_cluster_by_its_address(tmp_path_factory: pytest.TempPathFactory
             *("start", "--head", "--block", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"),
             *("--disable-usage-stats", f"--temp-dir={folder}", '--resources={"asyncrl_device": 1}'),
         ],
-        env=os.environ | token,
+        env=without_ray_settings() | token,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -378,6 +384,7 @@ def test_joins_a_cluster_by_its_address(tmp_path_factory: pytest.TempPathFactory
         head.communicate()
         for process in psutil.wait_procs(children, timeout=10)[1]:
             process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
     assert lines == [
         "yes",
         "no room for trainer_0: it wants 2 device slot(s); the cluster has 1, 0 of them free. "
