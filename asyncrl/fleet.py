@@ -213,7 +213,7 @@ def fleet_spec(recipe: Recipe, machine: Machine, *, model_dir: str, hf_config: M
                 dtype=generator.dtype,
                 max_model_len=generator.max_model_len,
                 max_num_seqs=generator.max_num_seqs,
-                kv_cache_bytes=generator.kv_cache_mb << 20,
+                kv_cache_bytes=generator.kv_cache_mb << 20 if generator.kv_cache_mb is not None else None,
                 num_threads=generator.threads,
                 tp=generator.tp,
                 seed=derive_seed(recipe.seed, Purpose.GENERATOR_RANK, replica) % 2**32,  # numpy's takes 32 bits

@@ -23,7 +23,10 @@ class GeneratorSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus cut (only 1.0, off, for now).")
     top_k: int = Field(default=0, ge=0, description="Top-k cut (only 0, off, for now).")
     max_num_seqs: Count = Field(default=256, description="Sequences that one replica decodes together.")
-    kv_cache_mb: Count = Field(default=64, description="Memory of one replica's KV cache in MiB.")
+    kv_cache_mb: Count | None = Field(
+        default=None,
+        description="Memory of one replica's KV cache in MiB; null: 256 on a CPU, 0.9 of a GPU less weights.",
+    )
     threads: Count = Field(default=1, description="Compute threads of each replica (CPU).")
     cpus: Cpus = Field(
         default="auto", description="Cores of all replicas together; auto: apart from the trainer's; none: not pinned."
