@@ -1,6 +1,6 @@
 """Generate from a trained model with plain transformers: no asyncrl, no vLLM, no Megatron.
 
-    python examples/generate.py runs/<your run>/model "c3141>"
+python examples/generate.py runs/<your run>/model "c3141>"
 """
 
 from __future__ import annotations
