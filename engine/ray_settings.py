@@ -15,6 +15,7 @@ def set_private_environment() -> None:
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's coming default, without its warning
+        "RAY_worker_niceness": "0",  # Ray says 15: the workers do all the work and would get none as soon as others run
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one machine, as on those systems: bind loopback only
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one into the home folder
