@@ -22,7 +22,7 @@ StartTrain = Callable[..., Any]
 LONG = "trainer.num_steps=100000"  # goes on until something happens to it
 LOUD_S = 30.0  # a failure ends the run within this time
 SHUT_DOWN_S = 10.0
-GONE_NAMES = ("GeneratorWorker", "MegatronRank")
+TITLES = ("GeneratorWorker", "MegatronRank")
 IS_GONE = "its process is gone (killed, out of memory, or crashed)"
 
 
@@ -190,7 +190,7 @@ def test_a_killed_driver_takes_its_workers_along_and_is_swept_up_after(start_tra
     killed = start_train(LONG)
     wait_for_step(killed, 1)
     shared_memory = killed.shared_memory()
-    workers = [worker for title in GONE_NAMES for worker in killed.workers(title)]
+    workers = [worker for title in TITLES for worker in killed.workers(title)]
     assert len(workers) == 2
     killed.process.kill()
     assert psutil.wait_procs(workers, timeout=10)[1] == [], "workers outlive their driver"
@@ -201,9 +201,8 @@ def test_a_killed_driver_takes_its_workers_along_and_is_swept_up_after(start_tra
     again = start_train("--resume", str(killed.place / "run"), place=killed.place, config=None, tiny=False)
     ended = again.wait()
     assert ended.exit_code == 2
-    assert "holds no complete checkpoint; start the run anew" in ended.stderr
+    assert "holds no complete checkpoint" in ended.stderr
 
-    killed.process.wait()
     next_run = start_train("trainer.num_steps=1", f"run.dir={killed.place / 'next'}", place=killed.place)
     assert next_run.wait().exit_code == 0
     assert not shared_memory.exists()

@@ -1,0 +1,45 @@
+"""The real command with several training ranks and several replicas, against the same run with one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+StartTrain = Callable[..., Any]
+Ended = Any
+
+
+@pytest.fixture(scope="module")
+def single(start_train: StartTrain) -> Ended:
+    """One rank, one replica: what the others are compared with."""
+    ended = start_train("cluster.devices=3").wait()
+    assert ended.exit_code == 0
+    return ended
+
+
+@pytest.mark.parametrize("layout", ["trainer.tp=2", "trainer.pp=2", "trainer.dp=2"])
+def test_parallel_ranks_train_as_one(start_train: StartTrain, single: Ended, layout: str) -> None:
+    ended = start_train(layout, "cluster.devices=3").wait()
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    steps, wanted = ended.metrics_of("train/loss"), single.metrics_of("train/loss")
+    assert len(steps) == len(wanted) == 8
+    # The rollouts of steps 0 and 1 are of version 0, whose weights are the same: so are the batches.
+    for step in (0, 1):
+        assert steps[step]["rollout/reward_mean"] == wanted[step]["rollout/reward_mean"]
+        assert steps[step]["train/num_loss_tokens"] == wanted[step]["train/num_loss_tokens"]
+    for name in ("train/loss", "train/grad_norm", "train/entropy"):
+        assert steps[0][name] == pytest.approx(wanted[0][name], rel=1e-5)
+    assert ended.summary["peak_memory"].keys() == {"driver", "generator_0", "trainer_0", "trainer_1"}
+    assert (ended.run / "model" / "model.safetensors").is_file()
+
+
+def test_two_replicas_write_what_one_writes(start_train: StartTrain, single: Ended) -> None:
+    """Tokens depend neither on which replica served a sample nor on what else was in its batch."""
+    ended = start_train("generator.num_replicas=2", "cluster.devices=3").wait()
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert ended.fingerprints == single.fingerprints
+    assert ended.summary["peak_memory"].keys() == {"driver", "generator_0", "generator_1", "trainer_0"}
