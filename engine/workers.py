@@ -134,7 +134,7 @@ class RayWorker:
             raise WorkerError(f"{where} failed: {last_line(error)}") from error
         except TimeoutError as error:
             raise WorkerTimeout(
-                f"{where} did not answer within {deadline_s:g} s; if the machine is only slow, raise the deadline"
+                f"{where} did not answer within {deadline_s:g} s; if it is only slow, raise that deadline of the recipe"
             ) from error
         except ray.exceptions.RayError as error:
             raise WorkerError(f"{where} failed: {first_line(error)}") from error
@@ -246,7 +246,8 @@ class Cluster:
         except WorkerTimeout as error:
             worker.kill()  # else it takes the next free slot
             late = f"{spec.name} has no room, or did not come up, within {self._spec.placement_deadline_s:g} s"
-            raise PlacementError(self._no_room(spec, late)) from error
+            slow = ". If the machine is only slow, raise cluster.placement_deadline_s"
+            raise PlacementError(self._no_room(spec, late) + slow) from error
 
         return worker
 
