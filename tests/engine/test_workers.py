@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from engine.ray_settings import temp_root
 from engine.workers import (
     Cluster,
     ClusterSpec,
@@ -277,6 +279,12 @@ async def test_rays_folder_is_private(cluster: Cluster) -> None:
     assert folder is not None
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert (folder.path / "run.lock").exists()
+
+
+def test_rays_files_go_where_the_user_wants_if_sockets_fit_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted, root in {"/var/x": "/var/x", "/scratch/of/a/user/with/a/long/name": "/tmp"}.items():
+        monkeypatch.setattr(tempfile, "tempdir", wanted)
+        assert temp_root() == Path(root)
 
 
 _JOIN = """
