@@ -24,6 +24,7 @@ from pathlib import Path
 
 import anyio
 
+from asyncrl.user_error import UserError
 from engine.types import WeightVersion
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -34,7 +35,7 @@ _GO_BACK = "Move that folder away to go on from the checkpoint before it"
 _PICKLES = (".metadata", "common.pt")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """There is no checkpoint to go on from, or it must not be loaded; says which file and why."""
 
 

@@ -19,9 +19,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from asyncrl.machine import Machine
 from asyncrl.recipe_errors import Problem, show
 from asyncrl.schema import Cpus, Recipe, Source
+from engine.families import megatron_layout, vllm_layout
+from engine.layout import LayoutError
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes, vLLM 0.32."""
@@ -48,7 +52,33 @@ def check_model(recipe: Recipe, hf_config: Mapping[str, Any], machine: Machine) 
         hf_config: the content of the model's config.json (of a fresh one: `model_source.fresh_config`).
         machine: where it shall run.
     """
-    return (*_check_shape(recipe, hf_config, machine), *_check_parallel(recipe, hf_config))
+    problems = (*_check_shape(recipe, hf_config, machine), *_check_parallel(recipe, hf_config))
+    return problems if problems else tuple(_check_layouts(recipe, hf_config))
+
+
+def check_resume(begun: Recipe, recipe: Recipe) -> tuple[Problem, ...]:
+    """Return what a resumed run may not change: its steps would mean other prompts, or its weights another model.
+
+    Args:
+        begun: the recipe in the run's folder.
+        recipe: the same with the command line's overrides.
+    """
+    pairs = {
+        "model": (begun.model, recipe.model),
+        "data.train": (begun.data.train, recipe.data.train),
+        "trainer.prompts_per_step": (begun.trainer.prompts_per_step, recipe.trainer.prompts_per_step),
+    }
+    return tuple(
+        Problem(
+            path=path, value=_plain(now), text=f"the run was begun with {show(_plain(then))}; keep that, or begin anew"
+        )
+        for path, (then, now) in pairs.items()
+        if then != now
+    )
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    return value.model_dump(mode="json", exclude_none=True) if isinstance(value, BaseModel) else value
 
 
 def notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
@@ -161,6 +191,10 @@ def _check_devices(recipe: Recipe, machine: Machine) -> Iterator[Problem]:
         text += f"cluster.devices={needed} lets them share" if machine.num_gpus == 0 else f"it takes {needed} GPUs"
         yield Problem(path="cluster.devices", value=cluster.devices, text=text)
 
+    if machine.num_gpus > 0 and trainer.dtype == "float32":
+        text = "Transformer Engine has no attention for packed sequences in it; bfloat16 or float16 on a GPU"
+        yield Problem(path="trainer.dtype", value=trainer.dtype, text=text)
+
     for name, cpus in (("trainer", trainer.cpus), ("generator", generator.cpus)):
         if isinstance(cpus, str):
             continue
@@ -206,6 +240,16 @@ def _check_parallel(recipe: Recipe, hf_config: Mapping[str, Any]) -> Iterator[Pr
     if layers % trainer.pp != 0:
         text = f"must divide the model's num_hidden_layers = {layers}: every stage has as many"
         yield Problem(path="trainer.pp", value=trainer.pp, text=text)
+
+
+def _check_layouts(recipe: Recipe, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """What the resharding engine has no layout for."""
+    trainer, generator = recipe.trainer, recipe.generator
+    try:
+        megatron_layout(hf_config, tp=trainer.tp, pp=trainer.pp, dp=trainer.dp, dtype=trainer.dtype)
+        vllm_layout(hf_config, tp=generator.tp, dtype=generator.dtype)
+    except LayoutError as error:
+        yield Problem(path="model", value=hf_config.get("model_type"), text=str(error))
 
 
 def _model_path(recipe: Recipe, key: str) -> str:

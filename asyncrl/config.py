@@ -21,6 +21,7 @@ from asyncrl.machine import Machine, this_machine
 from asyncrl.model_source import peek_config
 from asyncrl.recipe_errors import Problem, RecipeError, describe_validation_error, find_written, hide_environment, show
 from asyncrl.schema import Recipe
+from asyncrl.user_error import UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -83,7 +84,7 @@ def _check(recipe: Recipe, machine: Machine) -> tuple[Problem, ...]:
 
     try:
         hf_config = peek_config(recipe.model)
-    except ValueError as error:
+    except UserError as error:
         return (*problems, Problem(path="model.path", value=recipe.model.path, text=str(error)))
 
     return problems if hf_config is None else (*problems, *check_model(recipe, hf_config, machine))

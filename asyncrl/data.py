@@ -23,6 +23,7 @@ from asyncrl.schema import Data, Source
 from asyncrl.tasks import Question
 from asyncrl.tokenizer import Message, TextTokenizer
 from asyncrl.types import Prompt
+from asyncrl.user_error import UserError
 from engine.seeds import Purpose, derive_seed
 
 HELD_OUT_SHARE = 10
@@ -70,7 +71,7 @@ def open_prompts(
     Raises:
         DataError: a broken row by file and line, a prompt that is too long or that the tokenizer cannot spell, too few
             held-out prompts, a prompt that occurs on both sides.
-        ValueError: a task that cannot be imported, or arguments that it does not take.
+        UserError: a task that cannot be imported, or arguments that it does not take.
     """
     reader = _Reader(tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens)
     held_out_file = data.eval.path if data.eval is not None else None
@@ -153,7 +154,7 @@ class _Reader:
 
         try:
             return self.tokenizer.render_chat(draft.prompt)
-        except ValueError as error:
+        except UserError as error:
             raise DataError(f"{draft.place}: {str(error).splitlines()[0]}") from None
 
     def _check(self, draft: _Draft, text: str, token_ids: tuple[int, ...]) -> _Row:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.tokenizer import Message
+from asyncrl.user_error import UserError
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """A row, file or task that cannot be used; the message starts with where it is."""
 
 

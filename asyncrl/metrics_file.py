@@ -11,6 +11,14 @@ from asyncrl.line_file import LineFile
 from asyncrl.metrics import STEP_AXIS, EvalRecord, SampleRow, StepRecord, flatten, name_of
 from asyncrl.summary import Summary
 
+_METRICS = "metrics.jsonl"
+
+
+def has_records(folder: Path) -> bool:
+    """Return whether the run in `folder` has trained a step or evaluated its first version."""
+    file = folder / _METRICS
+    return file.is_file() and file.stat().st_size > 0
+
 
 class JsonlTracker:
     """`metrics.jsonl` (one flat record a line) and `samples.jsonl` in the run's folder, readable by the owner only.
@@ -26,7 +34,7 @@ class JsonlTracker:
     def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
         self._resume_step = resume_step
         self._kept_evaluations: set[int] = set()
-        self._metrics = LineFile(folder / "metrics.jsonl", resume_step=resume_step)
+        self._metrics = LineFile(folder / _METRICS, resume_step=resume_step)
         self._samples = LineFile(folder / "samples.jsonl", resume_step=resume_step)
 
     def start(self) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.schema import CHAR_VOCAB_SIZE, FreshModel, Model
 from asyncrl.tokenizer import BOS_ID, EOS_ID, PAD_ID, TOKENIZER_FILES, TextTokenizer, char_tokenizer_folder
+from asyncrl.user_error import UserError
 from engine.families import canonical_layout
 from engine.seeds import Purpose, derive_seed
 
@@ -40,7 +41,7 @@ _SIZES = (
 )
 
 
-class ModelSourceError(ValueError):
+class ModelSourceError(UserError):
     """The model cannot be had or is not one that can be trained; one line that names file and value."""
 
 

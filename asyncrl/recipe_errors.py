@@ -16,11 +16,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from asyncrl.schema import Recipe, Section
+from asyncrl.user_error import UserError
 
 _LONGEST_VALUE = 80
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """A recipe that cannot be run. `str()` is one line for each problem."""
 
     def __init__(self, *lines: str) -> None:

@@ -55,7 +55,7 @@ def load_reward(section: Reward) -> RewardFunction:
     """Return the recipe's reward function with its arguments and weight applied.
 
     Raises:
-        ValueError: the import path leads nowhere or the arguments do not fit; see `imports.load_callable`.
+        UserError: the import path leads nowhere or the arguments do not fit; see `imports.load_callable`.
     """
     args, weight = dict(section.args or {}), section.weight
     function = load_callable(section.function, args, key="reward.function")

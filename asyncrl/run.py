@@ -128,10 +128,8 @@ async def _run(request: RunRequest, recipe: Recipe, console: Console, report: Ru
 
 def _find_model(request: RunRequest, machine: Machine) -> ModelInfo:
     folder, recipe = request.folder / MODEL_INIT, request.loaded.recipe
-    if request.resume is not None:
-        return inspect_folder(folder)
-
-    model = materialize(recipe.model, recipe.seed, folder)
+    is_new = request.resume is None
+    model = materialize(recipe.model, recipe.seed, folder) if is_new else inspect_folder(folder)
     problems = check_model(recipe, model.hf_config, machine)  # of a model from the hub it is known only now
     if problems:
         raise RecipeError(*(problem.describe(request.loaded.public) for problem in problems))
@@ -227,7 +225,7 @@ def _score_with(scorer: Scorer, recipe: Recipe) -> Callable[[Wave], Awaitable[Sc
     )
 
     async def score(wave: Wave) -> Scored:
-        groups = scorer.groups(wave.prompts, wave.results, samples_per_prompt=recipe.trainer.samples_per_prompt)
+        groups = await scorer.groups(wave.prompts, wave.results, samples_per_prompt=recipe.trainer.samples_per_prompt)
         return Scored(wave=wave, groups=groups, batch=make_batch(wave.step, groups, spec))
 
     return score

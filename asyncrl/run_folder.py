@@ -13,7 +13,10 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shutil
 from pathlib import Path
+
+from asyncrl.user_error import UserError
 
 RECIPE = "recipe.yaml"
 RUN_ID = "run_id"
@@ -23,7 +26,7 @@ _DRAFT = ".recipe.yaml"
 _UNFINISHED = {_LOCK, _DRAFT, RUN_ID}  # what a process that died while it made the folder may have left
 
 
-class RunFolderError(ValueError):
+class RunFolderError(UserError):
     """The folder cannot be used for this run; one line with the reason and the cure."""
 
 
@@ -85,6 +88,11 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def discard(self) -> None:
+        """Remove a run that could not start: all that is in the folder is this run's, and its name is free again."""
+        shutil.rmtree(self.path)
         self.close()
 
     def close(self) -> None:

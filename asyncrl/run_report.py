@@ -20,6 +20,7 @@ from asyncrl.metrics_file import JsonlTracker
 from asyncrl.run_folder import RUN_ID
 from asyncrl.summary import ExitReason, Summary, SummaryBuilder, library_versions, write_summary
 from asyncrl.tracker import FanoutTracker, Tracker, WandbTracker
+from asyncrl.user_error import UserError
 from engine.worker_process import peak_memory_bytes
 from engine.workers import WorkerDied
 
@@ -134,7 +135,7 @@ def describe_error(error: BaseException) -> str:
     leaves = _leaves(error)
     cause = next((leaf for leaf in leaves if isinstance(leaf, WorkerDied)), leaves[0])
     text = str(cause).strip()
-    if isinstance(cause, ValueError | RuntimeError) and text:
+    if isinstance(cause, UserError | RuntimeError) and text:
         return text
 
     named = f"{type(cause).__name__}: {text}" if text else type(cause).__name__

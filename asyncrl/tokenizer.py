@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from asyncrl.schema import CHAR_VOCAB_SIZE
+from asyncrl.user_error import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -89,7 +90,7 @@ class TextTokenizer:
         folder: a Hugging Face folder with a fast tokenizer (tokenizer.json).
 
     Raises:
-        ValueError: the folder has no tokenizer.json, or an unreadable one.
+        UserError: the folder has no tokenizer.json, or an unreadable one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -126,7 +127,7 @@ class TextTokenizer:
         """Return the text of a chat up to where the model shall answer, with all special tokens.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or the template refuses the messages.
+            UserError: the tokenizer has no chat template, or the template refuses the messages.
         """
         if self._chat is None:
             from transformers import AutoTokenizer
@@ -135,12 +136,15 @@ class TextTokenizer:
 
         from jinja2 import TemplateError
 
+        if self._chat.chat_template is None:
+            raise UserError(f"the tokenizer in {self._folder} has no chat template: give prompts as text")
+
         try:
             rendered = self._chat.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from None
+            raise UserError(f"the chat template refuses the messages: {error}") from None
 
         return str(rendered)
 
@@ -151,7 +155,7 @@ def _load_backend(folder: Path) -> Tokenizer:
 
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(f"{folder} has no tokenizer.json: only fast tokenizers are supported")
+        raise UserError(f"{folder} has no tokenizer.json: only fast tokenizers are supported")
 
     config_file = folder / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
@@ -159,7 +163,7 @@ def _load_backend(folder: Path) -> Tokenizer:
         try:
             backend = Tokenizer.from_file(str(file))
         except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
-            raise ValueError(f"{file}: {error}") from None
+            raise UserError(f"{file}: {error}") from None
     else:
         from transformers import AutoTokenizer
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 from asyncrl.escape import escape
 from asyncrl.metrics import GROUPS, STEP_AXIS, EvalRecord, SampleRow, StepRecord, flatten
 from asyncrl.summary import Summary
+from asyncrl.user_error import UserError
 
 if TYPE_CHECKING:
     import wandb
@@ -95,7 +96,7 @@ class WandbTracker:
         resume: bool = False,
     ) -> None:
         if mode not in get_args(WandbMode):
-            raise ValueError(f"tracking.wandb.mode must be one of {', '.join(get_args(WandbMode))}, got {mode!r}")
+            raise UserError(f"tracking.wandb.mode must be one of {', '.join(get_args(WandbMode))}, got {mode!r}")
 
         self._folder = folder
         self._mode: WandbMode = mode

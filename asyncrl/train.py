@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.user_error import UserError
+
 if TYPE_CHECKING:
     from signal import Signals
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return _resume_or_start(arguments)
-    except ValueError as error:  # what the user gave us, named in one line or several
+    except UserError as error:  # named in one line or several
         print(f"asyncrl train: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before anything was started, or after everything has ended
@@ -57,11 +59,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _resume_or_start(arguments: argparse.Namespace) -> int:
+    from asyncrl.checks import check_resume
     from asyncrl.config import load_recipe
+    from asyncrl.recipe_errors import RecipeError
     from asyncrl.run_folder import RECIPE
 
     path = arguments.config if arguments.config is not None else arguments.resume / RECIPE
     loaded = load_recipe(path, arguments.overrides)
+    if arguments.resume is not None and arguments.overrides:
+        problems = check_resume(load_recipe(path).recipe, loaded.recipe)
+        if problems:
+            raise RecipeError(*(problem.describe(loaded.public) for problem in problems))
+
     if arguments.dry_run:
         from asyncrl.dry_run import describe
 
@@ -75,6 +84,7 @@ def _resume_or_start(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
+    from asyncrl.metrics_file import has_records
     from asyncrl.rewards import load_reward
     from asyncrl.run_folder import RunFolder
 
@@ -84,7 +94,10 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     else:
         opened = RunFolder.create(loaded.recipe.run.folder(datetime.now().astimezone()), loaded.unresolved_yaml)
     with opened as folder:
-        return _run_in(folder.path, arguments, loaded, reward)
+        status = _run_in(folder.path, arguments, loaded, reward)
+        if status == 2 and arguments.resume is None and not has_records(folder.path):
+            folder.discard()  # a data file with a broken line, say: mended, it is run again under the same name
+        return status
 
 
 def _run_in(folder: Path, arguments: argparse.Namespace, loaded: LoadedRecipe, reward: RewardFunction) -> int:
@@ -98,7 +111,7 @@ def _run_in(folder: Path, arguments: argparse.Namespace, loaded: LoadedRecipe, r
         store = CheckpointStore(folder, seed=recipe.seed, keep_last=recipe.checkpoint.keep_last)
         resume = store.newest()
         if resume.state.version > recipe.trainer.num_steps:
-            raise ValueError(
+            raise UserError(
                 f"trainer.num_steps={recipe.trainer.num_steps}, but {arguments.resume} has trained "
                 f"{resume.state.version} steps already; ask for more"
             )
@@ -123,7 +136,7 @@ def _drive(request: RunRequest, console: Console) -> int:
             return 130
 
         error = rest if rest is not None else group
-        users = error.split(ValueError)[0]
+        users = error.split(UserError)[0]
         console.error(describe_error(users if users is not None else error))
         return 2 if users is not None else 1
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.checks import CPU_HEAD_DIMS, check_model, notes
+from asyncrl.checks import CPU_HEAD_DIMS, check_model, check_recipe, notes
 from asyncrl.config import load_recipe
 from asyncrl.dry_run import describe
 from asyncrl.machine import Machine, assign_cores, this_machine
@@ -64,6 +64,21 @@ def test_a_gpu_has_other_head_widths() -> None:
     config = fresh_config(recipe.model.fresh) | {"num_attention_heads": 4}
     assert check_model(recipe, config, Machine(cores=(0,), num_gpus=2)) == ()
     assert len(check_model(recipe, config, Machine(cores=(0,)))) == 1
+
+
+def test_packed_float32_sequences_are_refused_on_a_gpu() -> None:
+    machine = Machine(cores=(0, 1), num_gpus=2)
+    (problem,) = check_recipe(recipe_with(), machine)
+    assert (problem.path, problem.value) == ("trainer.dtype", "float32")
+    assert check_recipe(recipe_with("trainer.dtype=bfloat16"), machine) == ()
+
+
+def test_a_model_without_a_layout_is_refused() -> None:
+    recipe = recipe_with()
+    config = fresh_config(recipe.model.fresh) | {"model_type": "gpt2"}
+    (problem,) = check_model(recipe, config, Machine(cores=(0, 1)))
+    assert problem.path == "model"
+    assert "no weight layout for model_type 'gpt2'" in problem.text
 
 
 def test_trainer_and_generator_get_disjoint_cores() -> None:

@@ -123,6 +123,7 @@ class FakeTrainer:
     def __init__(self, script: Script) -> None:
         self.bits = FIRST_BITS
         self._script = script
+        self._stopped = anyio.Event()
 
     async def step(self, batch: Batch, *, epoch: int, slot: int) -> StepResult:
         await anyio.sleep(0.003)
@@ -133,6 +134,12 @@ class FakeTrainer:
             StepResult.skip(batch.step), skipped=False, digests={0: self.bits}, loss=int(self.bits[:4], 16) / 7
         )
         return replace(made, timings_ms={"snapshot": 1.0}, peak_memory_bytes=(123,))
+
+    async def watch(self) -> None:
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        self._stopped.set()
 
     async def snapshot(self, version: WeightVersion, *, epoch: int, slot: int) -> dict[int, str]:
         return {0: self.bits}
@@ -320,6 +327,29 @@ def test_a_resume_to_a_step_that_is_past_is_refused(tmp_path: Path, capsys: pyte
     assert resume(tmp_path / "run", "trainer.num_steps=5") == 2
     assert f"trainer.num_steps=5, but {tmp_path / 'run'} has trained 6 steps already" in capsys.readouterr().err
     assert resume(tmp_path / "run") == 0, "the folder's lock was given back"
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.prompts_per_step=2", "data.train.args.length=3", "model.fresh.num_hidden_layers=1"]
+)
+def test_a_resume_with_other_prompts_or_another_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    assert start(tmp_path / "run") == 0
+    assert resume(tmp_path / "run", override) == 2
+    assert "the run was begun with" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The mistake is found when the model's tokenizer is there, and mended it is run again under the same name."""
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "c1>", "answer": 7.5.1}\n')
+    own = ("data.train.task=null", "data.train.args=null", f"data.train.path={data}", "eval.every=0")
+    assert start(tmp_path / "run", *own) == 2
+    assert f"{data}:1" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    data.write_text("".join(f'{{"prompt": "c{n}>", "answer": "{n}"}}\n' for n in range(9)))
+    assert start(tmp_path / "run", *own) == 0
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

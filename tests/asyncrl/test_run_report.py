@@ -24,6 +24,7 @@ from asyncrl.metrics import EvalRecord, StepRecord
 from asyncrl.run_folder import RunFolder
 from asyncrl.run_report import TRACEBACK, RunReport, describe_error
 from asyncrl.summary import ExitReason
+from asyncrl.user_error import UserError
 from engine.workers import WorkerDied, WorkerError
 
 COPY = Path(__file__).parents[2] / "configs" / "grpo_copy.yaml"
@@ -187,13 +188,14 @@ def group(*errors: Exception) -> ExceptionGroup[Exception]:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ValueError("trainer.dp is 3"), "trainer.dp is 3"),
+        (UserError("trainer.dp is 3"), "trainer.dp is 3"),
+        (ValueError("too many values"), f"ValueError: too many values (see {TRACEBACK} in the run's folder)"),
         (group(group(RuntimeError(" slow \n"))), "slow"),
         (group(WorkerError("trainer_1: peer is gone"), group(WorkerDied("trainer_0 died"))), "trainer_0 died"),
         (group(WorkerError("trainer_1: nan"), OSError("x")), "trainer_1: nan"),
         (OSError(28, "No space left"), f"OSError: [Errno 28] No space left (see {TRACEBACK} in the run's folder)"),
         (KeyError("step"), f"KeyError: 'step' (see {TRACEBACK} in the run's folder)"),
-        (ValueError(), f"ValueError (see {TRACEBACK} in the run's folder)"),
+        (UserError(), f"UserError (see {TRACEBACK} in the run's folder)"),
     ],
 )
 def test_one_message(error: Exception, message: str) -> None:
