@@ -127,7 +127,10 @@ class Fleet:
     async def _start_trainer(self, resume_from: str | None) -> None:
         spec = self._spec.trainer
         ranks = await self._place(
-            [WorkerSpec(name=f"trainer_{rank}", cls=MegatronRank, args=(spec, rank)) for rank in range(spec.num_ranks)]
+            [
+                WorkerSpec(name=f"trainer_{rank}", cls=MegatronRank, args=(spec, rank), beside=("watch",))
+                for rank in range(spec.num_ranks)
+            ]
         )
         trainer = MegatronTrainer(
             spec,

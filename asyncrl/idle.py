@@ -179,3 +179,11 @@ class BusyTrainer:
         """See `trainers.base.Trainer`."""
         with self._busy.busy("trainer"):
             return await self._trainer.step(batch, epoch=epoch, slot=slot)
+
+    async def watch(self) -> None:
+        """See `trainers.base.Trainer`."""
+        await self._trainer.watch()
+
+    async def stop(self) -> None:
+        """See `trainers.base.Trainer`."""
+        await self._trainer.stop()

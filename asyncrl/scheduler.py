@@ -4,7 +4,7 @@
                  ^      flip to v                                                  |
                  |                                                                 | prepare: received, verified
                  +------------------------- versions that may be served -----------+
-                                      [watch] a dead generator
+                                      [watch] a dead worker
 
 With P prompts a step, prompt i belongs to step s = i // P, and step s turns version s into version s + 1. The
 rollouts of step s are written by version max(first version, s - max_staleness), exactly: what happens is a function
@@ -122,6 +122,11 @@ class StepTrainer(Protocol):
     """The part of the trainer that the loops need."""
 
     async def step(self, batch: Batch, *, epoch: int, slot: int) -> StepResult: ...
+    async def watch(self) -> None:
+        """Return after `stop`; raise as soon as a rank dies."""
+        ...
+
+    async def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +251,7 @@ class Scheduler:
                 )
                 await made.send((manifest, outcome))
                 await self._parts.checkpoint(version)
+        await self._parts.trainer.stop()
 
     async def _publish_loop(self, made: MemoryObjectReceiveStream[tuple[Manifest, StepOutcome]]) -> None:
         """Consumes manifests, delivers each version to all replicas, wakes the generate loop, reports the step.
@@ -264,11 +270,13 @@ class Scheduler:
                 self._parts.report(outcome)
 
     async def _watch_loop(self) -> None:
-        """Waits for what must not happen, the death of a replica, and raises then. Returns after `stop`.
+        """Waits for what must not happen, the death of a replica or of a training rank, and raises then.
 
-        A training rank that dies is noticed by the step that waits for it.
+        Returns when both sides have been stopped.
         """
-        await self._parts.generators.watch()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._parts.trainer.watch)
+            await self._parts.generators.watch()
 
     async def _serve(self, version: WeightVersion, tasks: TaskGroup) -> None:
         """Have all replicas serve `version`, and start its evaluation if it is due."""

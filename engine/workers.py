@@ -93,7 +93,8 @@ class ClusterSpec:
 class WorkerSpec:
     """What to start: `cls(*args)` in a process of its own, with `environment` set before anything is imported.
 
-    A class with async methods answers several calls at a time; another one answers one after the other.
+    A class with async methods answers several calls at a time; another one answers one after the other, on one thread,
+    but for its methods named in `beside`, each of which has a thread of its own.
     """
 
     name: str
@@ -101,18 +102,21 @@ class WorkerSpec:
     args: tuple[Any, ...] = ()
     num_devices: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
 
 
 class RayWorker:
     """A `Worker` over a Ray actor handle."""
 
-    def __init__(self, name: str, actor: Any, logs: Path | None) -> None:  # noqa: ANN401
+    def __init__(self, name: str, actor: Any, logs: Path | None, beside: Sequence[str] = ()) -> None:  # noqa: ANN401
         """Args:
         logs: the folder that the worker's output goes to, if it is on this machine.
+        beside: see `WorkerSpec`.
         """
         self.name = name
         self._actor = actor
         self._logs = logs
+        self._beside = frozenset(beside)
         self._answered_s = 0.0  # Unix time of the last answer
 
     async def call(self, method: str, *args: Any, deadline_s: float | None, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -121,7 +125,10 @@ class RayWorker:
         where = f"{self.name}.{method}"
         try:
             with anyio.fail_after(deadline_s):
-                answer = await getattr(self._actor, method).remote(*args, **kwargs)
+                bound = getattr(self._actor, method)
+                if method in self._beside:
+                    bound = bound.options(concurrency_group=method)
+                answer = await bound.remote(*args, **kwargs)
         except ray.exceptions.RayTaskError as error:  # before TimeoutError: Ray's is one too if the worker's was
             raise WorkerError(f"{where} failed: {describe_raised(error)}") from error
         except ray.exceptions.RayActorError as error:
@@ -239,7 +246,9 @@ class Cluster:
         if own:
             options["runtime_env"] = {"env_vars": own}
         logs = self._ray_folder / "session_latest" / "logs" if self._ray_folder is not None else None
-        worker = RayWorker(spec.name, ray.remote(spec.cls).options(**options).remote(*spec.args), logs)
+        if spec.beside:
+            options["concurrency_groups"] = dict.fromkeys(spec.beside, 1)
+        worker = RayWorker(spec.name, ray.remote(**options)(spec.cls).remote(*spec.args), logs, spec.beside)
         self._workers.append(worker)
         try:
             await worker.call("__ray_ready__", deadline_s=self._spec.placement_deadline_s)

@@ -58,6 +58,10 @@ class Trainer(Protocol):
         """Write a Hugging Face folder; `dtype` None keeps the trainer's own."""
         ...
 
+    async def watch(self) -> None:
+        """Return after `stop`; raise as soon as a rank dies, also between two steps."""
+        ...
+
     async def stop(self) -> None:
         """End the ranks' work; safe to call more than once."""
         ...

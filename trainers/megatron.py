@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
     from engine.snapshot import SnapshotWriter
     from engine.types import FloatArray
     from trainers.megatron_step import Learner
+
+
+_CUDA_ENVIRONMENT = {
+    # Megatron warns otherwise: with more queues a collective may overtake the kernel that it waits for.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # The same seeds, the same bits: what Megatron-LM's `--deterministic-mode` asks of Transformer Engine, cuBLAS, NCCL.
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "^NVLS",
+}
 
 
 class MegatronRank:
@@ -50,6 +61,11 @@ class MegatronRank:
         self._socket: socket.socket | None = None
         self._learner: Learner | None = None
         self._writer: SnapshotWriter | None = None
+        self._stopped = threading.Event()
+
+    def watch(self) -> None:
+        """Return after `stop`. Awaited for the whole run, beside the other calls, so that a death shows at once."""
+        self._stopped.wait()
 
     def listen(self, host: str) -> int:
         """Open the port that the ranks meet at, on this host's address only, and return its number. Rank 0 only."""
@@ -69,8 +85,8 @@ class MegatronRank:
         timings: dict[str, float] = {}
         ignore_interrupt()
         self._pin_threads()
-        # Megatron warns otherwise: with more queues a collective may overtake the kernel that it waits for.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        for name, value in _CUDA_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         with _timed(timings, "import"):
             import torch
 
@@ -190,6 +206,7 @@ class MegatronRank:
 
     def stop(self) -> None:
         """Close the segment and leave the other ranks; calling again does nothing."""
+        self._stopped.set()
         if self._writer is not None:
             self._writer.close()
             self._writer = None

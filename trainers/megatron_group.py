@@ -121,6 +121,10 @@ class MegatronTrainer:
         """Write a Hugging Face folder into an existing, empty folder."""
         await self._all("export", folder, dtype, deadline_s=self._disk_deadline_s)
 
+    async def watch(self) -> None:
+        """Return after `stop`; raise as soon as a rank dies, also while it has nothing to do."""
+        await call_all(self._ranks, "watch", deadline_s=None, grace_s=0.0)
+
     async def stop(self) -> None:
         """End the ranks' work."""
         await self._all("stop", deadline_s=self._start_deadline_s)

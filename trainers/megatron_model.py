@@ -65,6 +65,7 @@ def transformer_config(hf_config: HfConfig, *, tp: int, pp: int, dtype: torch.dt
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
+        deterministic_mode=on_gpu,  # a CPU's kernels are deterministic as they are
         moe_token_dispatcher_type="alltoall",  # there are no experts, but variable lengths refuse the default
         apply_rope_fusion=True,
         bias_activation_fusion=on_gpu,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,6 +47,7 @@ class World:
     empty: Callable[[int], bool] = lambda step: False
     failed: Callable[[int], int] = lambda step: 0
     dies_at: float | None = None
+    rank_dies_at: float | None = None
     train_fails_at: int | None = None
     publisher: Publisher = field(default_factory=lambda: Publisher("hash", 1, 8, REPLICAS))
     log: list[tuple[Any, ...]] = field(default_factory=list)
@@ -57,6 +59,7 @@ class World:
     training: int = 0
     slot_version: dict[int, int] = field(default_factory=dict)
     stopped: anyio.Event = field(default_factory=anyio.Event)
+    trainer_stopped: anyio.Event = field(default_factory=anyio.Event)
 
     async def prepare(self, manifest: Manifest) -> float:
         await anyio.sleep(self.prepare_s)
@@ -88,12 +91,13 @@ class World:
         return ()
 
     async def watch(self) -> None:
-        if self.dies_at is not None:
-            with anyio.move_on_after(self.dies_at):
-                await self.stopped.wait()
-                return
-            raise Boom("generator_0 died")
-        await self.stopped.wait()
+        await self._until(self.stopped, self.dies_at, "generator_0 died")
+
+    async def _until(self, stopped: anyio.Event, dies_at: float | None, death: str) -> None:
+        with anyio.move_on_after(dies_at if dies_at is not None else math.inf):
+            await stopped.wait()
+            return
+        raise Boom(death)
 
     async def stop(self) -> None:
         self.stopped.set()
@@ -154,7 +158,7 @@ class World:
             take=self.take,
             generators=self,
             score=self.score,
-            trainer=self,
+            trainer=WorldTrainer(self),
             publisher=self.publisher,
             evaluate=self.evaluate,
             checkpoint=self.checkpoint,
@@ -163,6 +167,24 @@ class World:
 
     def of(self, kind: str) -> list[tuple[Any, ...]]:
         return [entry[1:] for entry in self.log if entry[0] == kind]
+
+
+@dataclass
+class WorldTrainer:
+    """The trainer's side of a world."""
+
+    world: World
+
+    async def step(self, batch: Batch, *, epoch: int, slot: int) -> StepResult:
+        assert not self.world.trainer_stopped.is_set(), "a step after stop"
+        return await self.world.step(batch, epoch=epoch, slot=slot)
+
+    async def watch(self) -> None:
+        await self.world._until(self.world.trainer_stopped, self.world.rank_dies_at, "trainer_0 died")
+
+    async def stop(self) -> None:
+        assert self.world.training == 0, "stopped in the midst of a step"
+        self.world.trainer_stopped.set()
 
 
 def spec(**changes: Any) -> ScheduleSpec:  # noqa: ANN401
@@ -315,6 +337,12 @@ def test_loud_failure_of_a_dead_generator() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         run({"dies_at": 3.3}, spec(num_steps=50))
     assert isinstance(leaf(caught.value), Boom)
+
+
+def test_loud_failure_of_a_rank_that_dies_while_the_generators_write() -> None:
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run({"rank_dies_at": 3.3, "generate_s": lambda step: 10_000.0}, spec(num_steps=3))
+    assert str(leaf(caught.value)) == "trainer_0 died"
 
 
 def test_loud_failure_of_a_training_step() -> None:

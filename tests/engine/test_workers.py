@@ -6,12 +6,14 @@ One private Ray for the module, with three device slots; every test leaves it wi
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -57,6 +59,9 @@ class Plain:
 
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
+
+    def wait(self) -> None:
+        threading.Event().wait()
 
     def pid(self) -> int:
         return os.getpid()
@@ -199,6 +204,26 @@ async def test_a_death_names_worker_method_process_and_last_words(
         await worker.call("add", 1, deadline_s=LONG_S)
     await anyio.sleep(2)  # Ray's own message comes a moment later
     assert capfd.readouterr() == ("", "")
+
+
+@in_cluster
+async def test_a_call_beside_the_others_shows_a_death_while_nothing_else_runs(place: Place) -> None:
+    worker = await place("trainer_1", beside=("wait",))
+    deaths: list[str] = []
+
+    async def watch() -> None:
+        try:
+            await worker.call("wait", deadline_s=LONG_S)
+        except WorkerDied as death:
+            deaths.append(str(death))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        await anyio.sleep(0.1)
+        assert await worker.call("add", 2, 3, deadline_s=LONG_S) == 5, "the others are answered meanwhile"
+        os.kill(await worker.call("pid", deadline_s=LONG_S), signal.SIGKILL)
+    assert len(deaths) == 1
+    assert re.match(r"trainer_1 \(process \d+\) died while wait was running", deaths[0])
 
 
 @in_cluster
