@@ -9,7 +9,7 @@ import anyio
 
 from asyncrl.metrics import EvalRecord
 from asyncrl.rollout import Rollout
-from asyncrl.scoring import Scorer, check_failures
+from asyncrl.scoring import Scorer, accuracy, check_failures
 from asyncrl.types import Group, Prompt, Trajectory
 from engine.types import Sampling, WeightVersion
 
@@ -59,8 +59,8 @@ class Evaluator:
         rewards = [t.reward for t in _trajectories(sampled)]
         record = EvalRecord(
             version=version,
-            sampled_accuracy=_accuracy(sampled),
-            greedy_accuracy=_accuracy(greedy),
+            sampled_accuracy=accuracy(sampled),
+            greedy_accuracy=accuracy(greedy),
             reward_mean=sum(rewards) / len(rewards) if rewards else None,
             num_prompts=len(self._prompts),
             num_failures=_num_failures(sampled) + _num_failures(greedy),
@@ -72,7 +72,7 @@ class Evaluator:
         results = await self._rollout.evaluate(
             version=version, prompts=self._prompts, samples_per_prompt=samples_per_prompt, sampling=sampling
         )
-        groups = self._scorer.groups(self._prompts, results, samples_per_prompt=samples_per_prompt)
+        groups = await self._scorer.groups(self._prompts, results, samples_per_prompt=samples_per_prompt)
         check_failures(f"evaluation of version {version}", groups, self._max_failure_rate)
         return groups
 
@@ -83,12 +83,3 @@ def _trajectories(groups: tuple[Group, ...]) -> list[Trajectory]:
 
 def _num_failures(groups: tuple[Group, ...]) -> int:
     return sum(len(group.failures) for group in groups)
-
-
-def _accuracy(groups: tuple[Group, ...]) -> float | None:
-    """Share of right answers, one without a score being wrong; None if the reward function does not say what is right.
-
-    Example: 6 right, 3 wrong and 1 that the reward function raised on give 0.6.
-    """
-    verdicts = [t.correct for t in _trajectories(groups) if t.correct is not None]
-    return sum(verdicts) / (len(verdicts) + _num_failures(groups)) if verdicts else None

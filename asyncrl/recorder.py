@@ -9,6 +9,7 @@ from asyncrl.fingerprints import Fingerprints
 from asyncrl.idle import BusyClock
 from asyncrl.metrics import EvalRecord, SampleRow, StepRecord
 from asyncrl.scheduler import StepOutcome
+from asyncrl.scoring import accuracy
 from asyncrl.summary import SummaryBuilder
 from asyncrl.tracker import Tracker
 from asyncrl.types import Group, Trajectory
@@ -72,7 +73,7 @@ class Recorder:
             skipped=result.skipped,
             reward_mean=_mean(rewards),
             reward_std=_standard_deviation(rewards),
-            accuracy=_mean([float(t.correct) for t in samples if t.correct is not None]),
+            accuracy=accuracy(outcome.scored.groups),
             response_length_mean=_mean([len(t.token_ids) for t in samples]),
             finished_share=_mean([float(t.finish_reason == "stop") for t in samples]),
             num_samples=len(samples),

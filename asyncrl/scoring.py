@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import anyio.lowlevel
 import numpy as np
 
 from asyncrl.rewards import Completion, RewardFunction, Score
@@ -39,10 +40,11 @@ class Scorer:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._max_attempts = max_attempts
 
-    def groups(
+    async def groups(
         self, prompts: tuple[Prompt, ...], results: tuple[GenerateResult, ...], *, samples_per_prompt: int
     ) -> tuple[Group, ...]:
-        """Judge every sample; one group a prompt, in order.
+        """Judge every sample; one group a prompt, in order. Other loops run between two groups: the generators' next
+        request does not wait until a whole wave is judged.
 
         Args:
             prompts: P prompts.
@@ -63,6 +65,7 @@ class Scorer:
                 else:
                     failures.append(scored)
             groups.append(Group(prompt=prompt, trajectories=tuple(trajectories), failures=tuple(failures)))
+            await anyio.lowlevel.checkpoint()
         return tuple(groups)
 
     def _judge(self, prompt: Prompt, sample_index: int, sample: _Sample, text: str) -> Trajectory | SampleFailure:
@@ -186,6 +189,16 @@ def _ones(length: int) -> FloatArray:
     ones = np.ones(length, np.float32)
     ones.flags.writeable = False
     return ones
+
+
+def accuracy(groups: Sequence[Group]) -> float | None:
+    """Share of right answers, one without a score being wrong; None if the reward function does not say what is right.
+
+    Example: 6 right, 3 wrong and 1 that the reward function raised on give 0.6.
+    """
+    verdicts = [t.correct for group in groups for t in group.trajectories if t.correct is not None]
+    num_failures = sum(len(group.failures) for group in groups)
+    return sum(verdicts) / (len(verdicts) + num_failures) if verdicts else None
 
 
 def check_failures(what: str, groups: Sequence[Group], max_rate: float) -> None:

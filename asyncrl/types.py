@@ -69,11 +69,6 @@ class Trajectory:
     correct: bool | None
     finish_reason: str
 
-    @property
-    def oldest_version(self) -> WeightVersion | None:
-        """The oldest version among the tokens; None for an empty response."""
-        return min((span.version for span in self.versions), default=None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFailure:

@@ -62,10 +62,6 @@ class RunSegments:
                 "folder is not a private one of this user; take another run id or remove it"
             ) from None
 
-    def require_space(self, num_bytes: int) -> None:
-        """Raise WeightTransferError unless `num_bytes` more fit, with both numbers and the cure."""
-        check_space(self.folder.parent, num_bytes)
-
     def close(self) -> None:
         """Remove the folder with everything in it, dead ranks' files too, and give up the lock. Idempotent."""
         self._locked.close()

@@ -68,6 +68,10 @@ def worker_environment(num_threads: int, *, device: str = "cpu") -> dict[str, st
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TORCHDYNAMO_DISABLE": "1",  # else the first batch waits 15 s for a compiler
+        # Else glibc gives every large tensor back to the kernel and faults the next one in page by page: 14,000 faults
+        # a second in a trainer, and kernel threads that take a tenth of a core.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     }
 
 
@@ -126,11 +130,11 @@ def inspect_models_in_process() -> None:
     registry._run_in_subprocess = _call
 
 
-def repack(model: torch.nn.Module, touched: Iterable[str]) -> int:
+def repack(layers: Mapping[str, torch.nn.Module], touched: Iterable[str]) -> int:
     """Pack again every layer that computes with one of the parameters named in `touched`.
 
     Args:
-        model: vLLM's model, loaded after `prepare_process`.
+        layers: of `packed_layers`.
         touched: names as in `model.named_parameters()` that have just been written.
 
     Returns:
@@ -141,15 +145,18 @@ def repack(model: torch.nn.Module, touched: Iterable[str]) -> int:
     """
     import vllm.model_executor.layers.utils as layer_utils
 
-    layers = _packed_layers(model)
     stale = {id(layers[name]): layers[name] for name in touched if name in layers}
     for layer in stale.values():
         layer_utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
     return len(stale)
 
 
-def _packed_layers(model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
-    """Parameter name -> the layer that computes with a packed copy of it."""
+def packed_layers(model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
+    """Parameter name -> the layer that computes with a packed copy of it.
+
+    Args:
+        model: vLLM's model, loaded after `prepare_process`.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     head = getattr(model, "lm_head", None)

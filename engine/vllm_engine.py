@@ -105,7 +105,7 @@ class VllmEngine:
         from vllm.v1.engine.core_client import EngineCoreClient
         from vllm.v1.executor import Executor
 
-        from engine.vllm_cpu import prepare_process
+        from engine.vllm_cpu import needs_repack, packed_layers, prepare_process
 
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
@@ -119,6 +119,7 @@ class VllmEngine:
             log_stats=False,
         )
         self._model: torch.nn.Module = self._core.engine_core.model_executor.driver_worker.get_model()
+        self._packed_layers = packed_layers(self._model) if needs_repack() else {}
         self._vocabulary_size = int(config.model_config.get_vocab_size())
         self._open: dict[str, _OpenRequest] = {}
 
@@ -197,9 +198,9 @@ class VllmEngine:
 
     def repack(self, touched: Iterable[str]) -> int:
         """Make the kernels compute with the parameters that were just written; the number of layers packed."""
-        from engine.vllm_cpu import needs_repack, repack
+        from engine.vllm_cpu import repack
 
-        return repack(self._model, touched) if needs_repack() else 0
+        return repack(self._packed_layers, touched)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prompt beginning: it was computed by older weights.

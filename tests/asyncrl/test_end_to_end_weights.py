@@ -124,7 +124,7 @@ class Pipeline:
         prompts = self._prompts.train.take(step * self._num_prompts, self._num_prompts)
         results = await self.rollout.generate(step=step, version=WeightVersion(step), prompts=prompts)
         return make_batch(
-            step, self._scorer.groups(prompts, results, samples_per_prompt=SAMPLES_PER_PROMPT), self._spec
+            step, await self._scorer.groups(prompts, results, samples_per_prompt=SAMPLES_PER_PROMPT), self._spec
         )
 
     async def train(self, batch: Batch) -> Manifest:

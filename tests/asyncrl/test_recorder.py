@@ -182,7 +182,7 @@ def test_one_step_in_every_field(desk: Desk) -> None:
         skipped=False,
         reward_mean=0.5,
         reward_std=pytest.approx(math.sqrt((0.25 + 0.25 + 0) / 3)),
-        accuracy=pytest.approx(1 / 3),
+        accuracy=1 / 4,
         response_length_mean=4.0,
         finished_share=pytest.approx(2 / 3),
         num_samples=3,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from hypothesis import given
@@ -62,9 +64,15 @@ def scorer(reward: RewardFunction | Callable[[Completion], Any] = length_reward,
     return Scorer(reward=reward, decode=spell, stop_token_ids=(END,), max_attempts=max_attempts)
 
 
+def groups_of(
+    judge: Scorer, asked: tuple[Prompt, ...], answers: tuple[GenerateResult, ...], *, samples_per_prompt: int
+) -> tuple[Group, ...]:
+    return anyio.run(partial(judge.groups, asked, answers, samples_per_prompt=samples_per_prompt))
+
+
 def judge(reward: Callable[[Completion], Any]) -> Trajectory | SampleFailure:
     """The verdict on one sample."""
-    (group,) = scorer(reward).groups(prompts(1), (result([[5, 6, END]]),), samples_per_prompt=1)
+    (group,) = groups_of(scorer(reward), prompts(1), (result([[5, 6, END]]),), samples_per_prompt=1)
     (verdict,) = (*group.trajectories, *group.failures)
     return verdict
 
@@ -76,7 +84,7 @@ def test_a_reward_function_sees_what_its_docstring_says() -> None:
         seen.append(completion)
         return Score(reward=0.5, correct=True)
 
-    (group,) = scorer(reward).groups(prompts(1), (result([[5, 6, END], [5, 6], [END]]),), samples_per_prompt=3)
+    (group,) = groups_of(scorer(reward), prompts(1), (result([[5, 6, END], [5, 6], [END]]),), samples_per_prompt=3)
     assert seen == [
         Completion(prompt="ask 0", response="fg", token_ids=(5, 6, END), finished=True, answer="a0"),
         Completion(prompt="ask 0", response="fg", token_ids=(5, 6), finished=False, answer="a0"),
@@ -87,7 +95,7 @@ def test_a_reward_function_sees_what_its_docstring_says() -> None:
 
 
 def test_an_end_token_inside_a_response_stays_in_its_text() -> None:
-    (group,) = scorer().groups(prompts(1), (result([[5, END, 6, END]]),), samples_per_prompt=1)
+    (group,) = groups_of(scorer(), prompts(1), (result([[5, END, 6, END]]),), samples_per_prompt=1)
     assert group.trajectories[0].text == "fcg"
     assert group.trajectories[0].token_ids.tolist() == [5, END, 6, END]
 
@@ -102,7 +110,7 @@ def test_every_sample_comes_back_in_its_place(samples: list[list[int]], cut: int
     samples = [samples[index % len(samples)] for index in range(num_prompts * samples_per_prompt)]
     border = min(cut, num_prompts) * samples_per_prompt
     parts = [result(part) for part in (samples[:border], samples[border:]) if part]
-    groups = scorer().groups(prompts(num_prompts), tuple(parts), samples_per_prompt=samples_per_prompt)
+    groups = groups_of(scorer(), prompts(num_prompts), tuple(parts), samples_per_prompt=samples_per_prompt)
     assert [group.prompt for group in groups] == list(prompts(num_prompts))
     flat = [trajectory for group in groups for trajectory in group.trajectories]
     assert [(t.prompt_uid, t.sample_index) for t in flat] == [
@@ -124,14 +132,13 @@ LABELLED = st.lists(st.lists(st.integers(3, 5), max_size=6), min_size=1, max_siz
 def test_honest_version_labels(labels: list[list[int]]) -> None:
     """Every token keeps the version that computed it; spans cover a response without gaps and are as long as can be."""
     samples = [[9] * len(label) for label in labels]
-    (group,) = scorer().groups(prompts(1), (result(samples, versions=labels),), samples_per_prompt=len(labels))
+    (group,) = groups_of(scorer(), prompts(1), (result(samples, versions=labels),), samples_per_prompt=len(labels))
     for trajectory, label in zip(group.trajectories, labels, strict=True):
         spans = trajectory.versions
         assert [span.version for span in spans for _ in range(span.start, span.stop)] == label
         assert [span.start for span in spans] == [0, *(span.stop for span in spans)][:-1]
         assert all(span.start < span.stop for span in spans)
         assert all(a.version != b.version for a, b in itertools.pairwise(spans))
-        assert trajectory.oldest_version == min(label, default=None)
 
 
 def test_spans_of_the_docstring() -> None:
@@ -144,7 +151,7 @@ def test_one_way_data() -> None:
     """A group's arrays cannot be written to, and judging changes no value of the result."""
     answered = result([[5, 6, END], [7]])
     before = [column.copy() for column in (answered.token_ids, answered.logprobs, answered.versions, answered.lengths)]
-    (group,) = scorer().groups(prompts(1), (answered,), samples_per_prompt=2)
+    (group,) = groups_of(scorer(), prompts(1), (answered,), samples_per_prompt=2)
     for trajectory in group.trajectories:
         for array in (trajectory.token_ids, trajectory.loss_mask, trajectory.generator_logprobs):
             with pytest.raises(ValueError, match="read-only"):
@@ -163,8 +170,11 @@ def test_a_reward_function_that_raises_costs_that_sample_only(max_attempts: int)
             raise KeyError("no such thing")
         return 1.0
 
-    (group,) = scorer(reward, max_attempts=max_attempts).groups(
-        prompts(1), (result([[5], [5, 6], [5, 6, END]]),), samples_per_prompt=3
+    (group,) = groups_of(
+        scorer(reward, max_attempts=max_attempts),
+        prompts(1),
+        (result([[5], [5, 6], [5, 6, END]]),),
+        samples_per_prompt=3,
     )
     assert calls == [1, *[2] * max_attempts, 3]
     assert [t.sample_index for t in group.trajectories] == [0, 2]
@@ -232,8 +242,8 @@ def test_a_response_that_the_generator_cut_short_is_not_judged() -> None:
         assert completion.token_ids == (5, END), "the other one is not the model's answer"
         return 1.0
 
-    (group,) = scorer(reward).groups(
-        prompts(1), (result([[5, END], [5]], finish_reasons=["stop", "abort"]),), samples_per_prompt=2
+    (group,) = groups_of(
+        scorer(reward), prompts(1), (result([[5, END], [5]], finish_reasons=["stop", "abort"]),), samples_per_prompt=2
     )
     assert [t.sample_index for t in group.trajectories] == [0]
     (failure,) = group.failures
@@ -247,7 +257,7 @@ def test_a_group_that_lost_everything_still_travels() -> None:
             raise RuntimeError("never")
         return 1.0
 
-    lost, whole = scorer(reward).groups(prompts(2), (result([[5], [6], [7], [8]]),), samples_per_prompt=2)
+    lost, whole = groups_of(scorer(reward), prompts(2), (result([[5], [6], [7], [8]]),), samples_per_prompt=2)
     assert (len(lost.trajectories), len(lost.failures)) == (0, 2)
     assert (len(whole.trajectories), len(whole.failures)) == (2, 0)
 
@@ -255,7 +265,7 @@ def test_a_group_that_lost_everything_still_travels() -> None:
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_a_sample_too_many_or_too_few_is_a_defect(num_samples: int) -> None:
     with pytest.raises(AssertionError):
-        scorer().groups(prompts(1), (result([[5]] * num_samples),), samples_per_prompt=2)
+        groups_of(scorer(), prompts(1), (result([[5]] * num_samples),), samples_per_prompt=2)
 
 
 def test_tokens_that_belong_to_no_sample_are_a_defect() -> None:
@@ -269,7 +279,7 @@ def test_tokens_that_belong_to_no_sample_are_a_defect() -> None:
         busy_s=0.0,
     )
     with pytest.raises(AssertionError, match="the lengths add up to 1, there are 2 tokens"):
-        scorer().groups(prompts(1), (short,), samples_per_prompt=1)
+        groups_of(scorer(), prompts(1), (short,), samples_per_prompt=1)
 
 
 def group(num_samples: int, num_failures: int) -> Group:
@@ -279,7 +289,7 @@ def group(num_samples: int, num_failures: int) -> Group:
         return 0.0
 
     samples = result([[index] for index in range(num_samples)])
-    (made,) = scorer(reward).groups(prompts(1), (samples,), samples_per_prompt=num_samples)
+    (made,) = groups_of(scorer(reward), prompts(1), (samples,), samples_per_prompt=num_samples)
     return made
 
 
