@@ -1,19 +1,22 @@
 """How much a pipelined run gains over a synchronous one, and how far it is from the ideal. Side by side in one run.
 
-For each recipe the same work is done, in rounds, by
+For each recipe the same work is done, in many short rounds, by
 
     pipelined      max_staleness 1, each side pinned to its own core
     synchronous    max_staleness 0, the same workers (one thread a side)
     synchronous 2  max_staleness 0, other workers with two threads each, free to use both cores
     generator      the pipelined run's generators alone: the same waves, one after the other
     trainer        the pipelined run's trainer alone: the same batches, one after the other
+    both           the last two at the same time, neither waiting for the other
 
-`ideal` is the slower of the last two: no schedule can be faster with these workers. `of_ideal` is the pipelined rate
-over it, `speedup` the pipelined rate over that of the better synchronous one. All are medians over the rounds,
-of the steady state: the first wave of a schedule is left out.
+`ideal` is the slower of generator and trainer: no schedule can be faster with these workers. `of_ideal` is the
+pipelined rate over it, `speedup` the pipelined rate over that of the better synchronous one; ratios of medians over the
+rounds, with the 90 % interval of a bootstrap over the rounds. Rates are of the steady state: a schedule's first wave is
+left out. `of_both` is the pipelined rate over the slower side's of `both`: what two busy cores cost each other, and
+what a shared machine's moods cost whoever needs both at once, is in it; the rest of it is the scheduler's.
 
     python benchmarks/overlap.py                       # both recipes
-    python benchmarks/overlap.py --recipe configs/overlap_10m.yaml --rounds 3 --json
+    python benchmarks/overlap.py --recipe configs/overlap_10m.yaml --rounds 5 --json
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,6 +62,21 @@ DEFAULT_RECIPES = ("overlap_balanced.yaml", "overlap_unbalanced.yaml")
 
 class SteadyRollout(Rollout):
     """A rollout whose replicas outlive one schedule: `stop` ends the watch, not the engines."""
+
+    _over: anyio.Event
+
+    async def watch(self) -> None:
+        """Return when the schedule is over."""
+        self._over = anyio.Event()
+        await self._over.wait()
+
+    async def stop(self) -> None:
+        """End the schedule."""
+        self._over.set()
+
+
+class SteadyTrainer(BusyTrainer):
+    """A trainer whose ranks outlive one schedule."""
 
     _over: anyio.Event
 
@@ -126,7 +145,9 @@ class Bench:
         finished: list[StepOutcome] = []
 
         async def score(wave: Wave) -> Scored:
-            groups = scorer.groups(wave.prompts, wave.results, samples_per_prompt=recipe.trainer.samples_per_prompt)
+            groups = await scorer.groups(
+                wave.prompts, wave.results, samples_per_prompt=recipe.trainer.samples_per_prompt
+            )
             return Scored(wave=wave, groups=groups, batch=make_batch(wave.step, groups, batch_spec))
 
         manifest = self.fleet.publisher.newest
@@ -145,7 +166,7 @@ class Bench:
                 take=self.take,
                 generators=self.rollout(busy),
                 score=score,
-                trainer=BusyTrainer(self.fleet.trainer, busy),
+                trainer=SteadyTrainer(self.fleet.trainer, busy),
                 publisher=self.fleet.publisher,
                 evaluate=_no_evaluation,
                 checkpoint=_no_checkpoint,
@@ -163,34 +184,77 @@ class Bench:
 
     async def generator_alone(self, num_steps: int) -> float:
         """Waves per second of the generators with nothing else going on."""
-        rollout = self.rollout(BusyClock(anyio.current_time, num_replicas=self.recipe.generator.num_replicas))
-        first = self.step - num_steps
-        prompts = [self.take(first + index) for index in range(num_steps)]
-        started = anyio.current_time()
-        for index in range(num_steps):
-            await rollout.generate(step=first + index, version=WeightVersion(self.step), prompts=prompts[index])
-        return num_steps / (anyio.current_time() - started)
+        return await self._generate(_Count(num_steps))
 
     async def trainer_alone(self, num_steps: int) -> float:
         """Steps per second of the trainer on batches that are ready, snapshots included."""
+        rate = await self._train(_Count(num_steps))
+        await self._deliver_newest()
+        return rate
+
+    async def both(self, num_steps: int) -> float:
+        """Rate of the slower side when both work at once, neither waiting for the other; each goes on until both have
+        done `num_steps`.
+        """
+        rates: list[float] = []
+        count = _Count(num_steps, num_sides=2)
+
+        async def one(side: Callable[[_Count], Awaitable[float]]) -> None:
+            rates.append(await side(count))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one, self._generate)
+            tasks.start_soon(one, self._train)
+        await self._deliver_newest()
+        return min(rates)
+
+    async def _generate(self, count: _Count) -> float:
+        rollout = self.rollout(BusyClock(anyio.current_time, num_replicas=self.recipe.generator.num_replicas))
+        version = WeightVersion(self.step)
+        prompts = [self.take(self.step - len(self.recorded) + index) for index in range(len(self.recorded))]
+        started, num_done = anyio.current_time(), 0
+        while count.goes_on(num_done):
+            await rollout.generate(step=num_done, version=version, prompts=prompts[num_done % len(prompts)])
+            num_done += 1
+            count.done(num_done)
+        return num_done / (anyio.current_time() - started)
+
+    async def _train(self, count: _Count) -> float:
         publisher = self.fleet.publisher
-        batches = self.recorded[:num_steps]
-        started = anyio.current_time()
-        for batch in batches:
+        started, num_done = anyio.current_time(), 0
+        while count.goes_on(num_done):
+            batch = replace(self.recorded[num_done % len(self.recorded)], step=self.step)
             version = self.step + 1
             slot = publisher.reserve(version)
-            result = await self.fleet.trainer.step(replace(batch, step=self.step), epoch=publisher.epoch, slot=slot)
+            result = await self.fleet.trainer.step(batch, epoch=publisher.epoch, slot=slot)
             publisher.commit(version, result.digests)
             publisher.retire_below(version)
             self.step = version
-        took = anyio.current_time() - started
-        # The generators have seen none of these versions: bring them up to the newest.
+            num_done += 1
+            count.done(num_done)
+        return num_done / (anyio.current_time() - started)
+
+    async def _deliver_newest(self) -> None:
+        """Bring the generators, which have seen none of the trainer's versions, up to the newest."""
         rollout = self.rollout(BusyClock(anyio.current_time, num_replicas=self.recipe.generator.num_replicas))
-        newest = publisher.newest
+        newest = self.fleet.publisher.newest
         assert newest is not None
         await rollout.prepare(newest)
         await rollout.flip(newest)
-        return len(batches) / took
+
+
+class _Count:
+    """When sides that work at once may stop: when each has done its number."""
+
+    def __init__(self, num_steps: int, num_sides: int = 1) -> None:
+        self._num_steps = num_steps
+        self._num_open = num_sides
+
+    def goes_on(self, num_done: int) -> bool:
+        return num_done < self._num_steps or self._num_open > 0
+
+    def done(self, num_done: int) -> None:
+        self._num_open -= num_done == self._num_steps
 
 
 async def _no_evaluation(version: WeightVersion) -> None:
@@ -210,6 +274,7 @@ class Round:
     synchronous_2: float
     generator: float
     trainer: float
+    both: float
     idle: IdleShares
 
 
@@ -254,10 +319,11 @@ async def measure(path: Path, *, num_rounds: int, num_steps: int) -> list[Round]
         ):
             gc.collect()
             gc.freeze()
-            for _ in range(num_rounds + 1):
+            for index in range(num_rounds + 1):
                 pipelined, idle = await pinned.schedule(1, num_steps)
                 generator = await pinned.generator_alone(num_steps)
                 trainer = await pinned.trainer_alone(num_steps)
+                both = await pinned.both(num_steps)
                 synchronous, _ = await pinned.schedule(0, num_steps)
                 synchronous_2, _ = await two_threads.schedule(0, num_steps)
                 rounds.append(
@@ -267,40 +333,65 @@ async def measure(path: Path, *, num_rounds: int, num_steps: int) -> list[Round]
                         synchronous_2=synchronous_2,
                         generator=generator,
                         trainer=trainer,
+                        both=both,
                         idle=idle,
                     )
                 )
+                print(f"{path.stem}: round {index} of {num_rounds}", file=sys.stderr, flush=True)
     return rounds[1:]
 
 
 def summarize(rounds: Sequence[Round]) -> dict[str, float | list[float]]:
-    """Medians over the rounds; ratios are taken within a round, where the machine was the same."""
+    """Medians over the rounds, and ratios of medians with their 90 % intervals."""
 
     def median(values: Sequence[float]) -> float:
         return round(statistics.median(values), 4)
 
-    speedups = [r.pipelined / max(r.synchronous, r.synchronous_2) for r in rounds]
-    ideals = [r.pipelined / min(r.generator, r.trainer) for r in rounds]
-    return {
+    summary: dict[str, float | list[float]] = {
         "pipelined_steps_per_s": median([r.pipelined for r in rounds]),
         "synchronous_steps_per_s": median([r.synchronous for r in rounds]),
         "synchronous_2_threads_steps_per_s": median([r.synchronous_2 for r in rounds]),
         "generator_alone_steps_per_s": median([r.generator for r in rounds]),
         "trainer_alone_steps_per_s": median([r.trainer for r in rounds]),
+        "both_steps_per_s": median([r.both for r in rounds]),
         "trainer_idle": median([r.idle.trainer_idle or 0.0 for r in rounds]),
         "generator_idle": median([r.idle.generator_idle or 0.0 for r in rounds]),
-        "speedup": median(speedups),
-        "speedup_range": [round(min(speedups), 3), round(max(speedups), 3)],
-        "of_ideal": median(ideals),
-        "of_ideal_range": [round(min(ideals), 3), round(max(ideals), 3)],
     }
+    for name, ratio in {"speedup": _speedup, "of_ideal": _of_ideal, "of_both": _of_both}.items():
+        summary[name] = round(ratio(rounds), 4)
+        summary[f"{name}_interval"] = _interval(rounds, ratio)
+    return summary
+
+
+def _speedup(rounds: Sequence[Round]) -> float:
+    control = max(_median(rounds, "synchronous"), _median(rounds, "synchronous_2"))
+    return _median(rounds, "pipelined") / control
+
+
+def _of_ideal(rounds: Sequence[Round]) -> float:
+    return _median(rounds, "pipelined") / min(_median(rounds, "generator"), _median(rounds, "trainer"))
+
+
+def _of_both(rounds: Sequence[Round]) -> float:
+    return _median(rounds, "pipelined") / _median(rounds, "both")
+
+
+def _median(rounds: Sequence[Round], name: str) -> float:
+    return statistics.median(getattr(r, name) for r in rounds)
+
+
+def _interval(rounds: Sequence[Round], ratio: Callable[[Sequence[Round]], float]) -> list[float]:
+    """The middle 90 % of a ratio over 2,000 draws of as many rounds, with replacement; the draws have a fixed seed."""
+    draw = random.Random(0)
+    values = sorted(ratio(draw.choices(rounds, k=len(rounds))) for _ in range(2000))
+    return [round(values[100], 3), round(values[-101], 3)]
 
 
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--recipe", type=Path, action="append", help="may be given several times")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--steps", type=int, help="steps of one schedule; the recipe's trainer.num_steps if left out")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
