@@ -49,16 +49,16 @@ def _layouts(recipe: Recipe, hf_config: Mapping[str, Any] | None) -> Iterator[st
         yield f"known when {recipe.model.path} has been downloaded"
         return
 
-    from engine.families import megatron_coordinates, megatron_layout, vllm_layout
+    from engine.families import MegatronParallel, megatron_layout, vllm_layout
 
-    sizes = {"tp": recipe.trainer.tp, "pp": recipe.trainer.pp, "dp": recipe.trainer.dp}
-    trainer = megatron_layout(hf_config, **sizes, dtype=recipe.trainer.dtype)
+    parallel = MegatronParallel(tp=recipe.trainer.tp, pp=recipe.trainer.pp, dp=recipe.trainer.dp)
+    trainer = megatron_layout(hf_config, parallel, dtype=recipe.trainer.dtype)
     generator = vllm_layout(hf_config, tp=recipe.generator.tp, dtype=recipe.generator.dtype)
     num_parameters = sum(spec.num_elements for spec in trainer.tensors.values())
     yield f"model: {num_parameters:,} parameters in {len(trainer.tensors)} tensors"
     yield f"trainer: {trainer.name}, {recipe.trainer.dtype}"
     for rank in range(trainer.num_ranks):
-        place = megatron_coordinates(rank, **sizes)
+        place = parallel.coordinates(rank)
         where = f"tp {place.tensor}, pp {place.pipeline}, dp {place.data}"
         yield f"  rank {rank} ({where}): {len(trainer.params[rank])} parameters, {_mib(trainer.rank_bytes(rank))}"
 

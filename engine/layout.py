@@ -10,11 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from typing import TypeVar
 
 Index = tuple[int, ...]
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element of every dtype that a layout may name (torch's names without the `torch.`)."""
@@ -147,6 +151,10 @@ class Layout:
         shards: per rank, the blocks; normalised to one order, so that equal layouts are equal.
         pads: per rank, the blocks that hold no tensor.
         tied: alias -> canonical name, for instance {"lm_head.weight": "model.embed_tokens.weight"}.
+        verified: whether the family's table was checked against the loaders of the framework.
+
+    Ranks that hold the same (data-parallel copies) should share the very same objects: they are then checked, sorted
+    and hashed once, and `layout.shards[a] is layout.shards[b]` still says so.
 
     Raises:
         LayoutError: numbers of ranks differ, an unknown tensor, parameter or dtype, a block that does not fit, or a
@@ -159,17 +167,22 @@ class Layout:
     shards: tuple[tuple[Shard, ...], ...]
     pads: tuple[tuple[Pad, ...], ...]
     tied: Mapping[str, str]
+    verified: bool = True
 
     def __post_init__(self) -> None:
         if not len(self.params) == len(self.shards) == len(self.pads) > 0:
             counts = f"params {len(self.params)}, shards {len(self.shards)}, pads {len(self.pads)}"
             raise LayoutError(f"layout {self.name}: numbers of ranks must be equal and > 0, got {counts}")
 
-        object.__setattr__(self, "shards", tuple(tuple(sorted(rank, key=_shard_key)) for rank in self.shards))
-        object.__setattr__(self, "pads", tuple(tuple(sorted(rank, key=_pad_key)) for rank in self.pads))
+        object.__setattr__(self, "shards", map_shared(lambda rank: tuple(sorted(rank, key=_shard_key)), self.shards))
+        object.__setattr__(self, "pads", map_shared(lambda rank: tuple(sorted(rank, key=_pad_key)), self.pads))
         _check_tensors(self)
+        seen: set[tuple[int, int, int]] = set()
         for rank in range(self.num_ranks):
-            _check_rank(self, rank)
+            content = (id(self.params[rank]), id(self.shards[rank]), id(self.pads[rank]))
+            if content not in seen:
+                _check_rank(self, rank)
+                seen.add(content)
 
     @property
     def num_ranks(self) -> int:
@@ -178,25 +191,43 @@ class Layout:
 
     @property
     def hash(self) -> str:
-        """blake2b-128 of all but `name`, hex; independent of dict order and process. Computed anew on every access."""
-        content = [
-            _spec_rows(self.tensors),
-            [_spec_rows(rank) for rank in self.params],
-            [[_shard_key(shard) for shard in rank] for rank in self.shards],
-            [[_pad_key(pad) for pad in rank] for rank in self.pads],
-            sorted(self.tied.items()),
-        ]
-        return content_hash(content)
+        """blake2b-128 of all but `name` and `verified`, hex; independent of dict order, process and sharing of objects.
+
+        Computed anew on every access, each rank's part once for all that share it.
+        """
+        params = map_shared(lambda rank: content_hash(_spec_rows(rank)), self.params)
+        shards = map_shared(lambda rank: content_hash([_shard_key(shard) for shard in rank]), self.shards)
+        pads = map_shared(lambda rank: content_hash([_pad_key(pad) for pad in rank]), self.pads)
+        return content_hash([_spec_rows(self.tensors), params, shards, pads, sorted(self.tied.items())])
 
     def rank_bytes(self, rank: int) -> int:
         """Bytes of all parameters of one rank, padding included."""
         return sum(spec.num_bytes for spec in self.params[rank].values())
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise unless there are as many processes as ranks.
+
+        Raises:
+            LayoutError: with both numbers.
+        """
+        if world_size != self.num_ranks:
+            raise LayoutError(f"layout {self.name} is of {self.num_ranks} ranks, but the world size is {world_size}")
 
 
 def content_hash(content: object) -> str:
     """Return blake2b-128 (hex) of nested lists, strings and ints, through canonical JSON."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def map_shared(function: Callable[[_Given], _Made], items: Iterable[_Given]) -> tuple[_Made, ...]:
+    """Return `function` of every item, called once for each distinct object: items that are one object share it."""
+    kept = tuple(items)  # alive while their ids stand for them
+    made: dict[int, _Made] = {}
+    for item in kept:
+        if id(item) not in made:
+            made[id(item)] = function(item)
+    return tuple(made[id(item)] for item in kept)
 
 
 def _replaced(values: list[int], dim: int, value: int) -> Index:
@@ -217,8 +248,8 @@ def _pad_key(pad: Pad) -> tuple[str, Index, Index]:
 
 
 def _check_tensors(layout: Layout) -> None:
-    specs = [layout.tensors, *layout.params]
-    for name, spec in (item for mapping in specs for item in mapping.items()):
+    specs = {id(mapping): mapping for mapping in (layout.tensors, *layout.params)}
+    for name, spec in (item for mapping in specs.values() for item in mapping.items()):
         if spec.dtype not in DTYPE_BYTES:
             raise LayoutError(
                 f"layout {layout.name}: {name} has dtype {spec.dtype}, known are {', '.join(DTYPE_BYTES)}"
@@ -265,6 +296,7 @@ def _add_block(layout: Layout, rank: int, blocks: dict[str, list[Box]], param: s
     blocks[param].append(box)
 
 
+@lru_cache(maxsize=1 << 14)  # layers and experts repeat the same few boxes
 def _is_inside(box: Box, shape: Index) -> bool:
     return (
         len(box.start) == len(box.shape) == len(shape)
