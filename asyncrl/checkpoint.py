@@ -24,6 +24,7 @@ from pathlib import Path
 
 import anyio
 
+from asyncrl.run_folder import CHECKPOINTS
 from asyncrl.user_error import UserError
 from engine.types import WeightVersion
 
@@ -80,7 +81,7 @@ class CheckpointStore:
         keep_last: complete checkpoints that stay, >= 1.
         """
         self._run_folder = run_folder
-        self._folder = run_folder / "checkpoints"
+        self._folder = run_folder / CHECKPOINTS
         self._seed = seed
         self._keep_last = keep_last
 

@@ -19,8 +19,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from asyncrl.machine import Machine
 from asyncrl.recipe_errors import Problem, show
 from asyncrl.schema import Cpus, Recipe, Source
@@ -31,6 +29,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes, vLLM 0.32."""
 
 _IMPORT_PATH = re.compile(r"[^:]+:\w+")
+_FIXED = re.compile(r"(model|data)\.|trainer\.prompts_per_step$")  # in a resumed run
 
 
 def check_recipe(recipe: Recipe, machine: Machine) -> tuple[Problem, ...]:
@@ -56,29 +55,32 @@ def check_model(recipe: Recipe, hf_config: Mapping[str, Any], machine: Machine) 
     return problems if problems else tuple(_check_layouts(recipe, hf_config))
 
 
-def check_resume(begun: Recipe, recipe: Recipe) -> tuple[Problem, ...]:
+def check_resume(begun: Mapping[str, Any], public: Mapping[str, Any]) -> tuple[Problem, ...]:
     """Return what a resumed run may not change: its steps would mean other prompts, or its weights another model.
 
     Args:
-        begun: the recipe in the run's folder.
-        recipe: the same with the command line's overrides.
+        begun: what the run's folder says, references to the environment unresolved.
+        public: the same with the command line's overrides (`LoadedRecipe.public`).
     """
-    pairs = {
-        "model": (begun.model, recipe.model),
-        "data.train": (begun.data.train, recipe.data.train),
-        "trainer.prompts_per_step": (begun.trainer.prompts_per_step, recipe.trainer.prompts_per_step),
-    }
+    then, now = _leaves("", begun), _leaves("", public)
+    changed = [path for path in {**then, **now} if _FIXED.match(path) and then.get(path) != now.get(path)]
     return tuple(
         Problem(
-            path=path, value=_plain(now), text=f"the run was begun with {show(_plain(then))}; keep that, or begin anew"
+            path=path,
+            value=now.get(path),
+            text=f"the run was begun with {show(then.get(path))}; keep that, or begin anew",
         )
-        for path, (then, now) in pairs.items()
-        if then != now
+        for path in changed
     )
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401
-    return value.model_dump(mode="json", exclude_none=True) if isinstance(value, BaseModel) else value
+def _leaves(path: str, value: object) -> dict[str, object]:
+    """Dotted path -> value, for every value of nested sections that is not None."""
+    if not isinstance(value, Mapping):
+        return {path: value} if value is not None else {}
+
+    prefix = f"{path}." if path else ""
+    return {leaf: own for key, part in value.items() for leaf, own in _leaves(f"{prefix}{key}", part).items()}
 
 
 def notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
@@ -192,7 +194,7 @@ def _check_devices(recipe: Recipe, machine: Machine) -> Iterator[Problem]:
         yield Problem(path="cluster.devices", value=cluster.devices, text=text)
 
     if machine.num_gpus > 0 and trainer.dtype == "float32":
-        text = "Transformer Engine has no attention for packed sequences in it; bfloat16 or float16 on a GPU"
+        text = "Transformer Engine has no attention for packed sequences in it; trainer.dtype=bfloat16 on a GPU"
         yield Problem(path="trainer.dtype", value=trainer.dtype, text=text)
 
     for name, cpus in (("trainer", trainer.cpus), ("generator", generator.cpus)):

@@ -76,6 +76,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), machine: Machin
     return LoadedRecipe(recipe=recipe, unresolved_yaml=OmegaConf.to_yaml(OmegaConf.create(public)), public=public)
 
 
+def read_written(path: Path) -> dict[str, Any]:
+    """Return a recipe file as it is written: references unresolved, nothing checked.
+
+    Raises:
+        RecipeError: it cannot be read.
+    """
+    from omegaconf import OmegaConf
+
+    return cast("dict[str, Any]", OmegaConf.to_container(_read_file(path, ()), resolve=False))
+
+
 def _check(recipe: Recipe, machine: Machine) -> tuple[Problem, ...]:
     """Check across fields, with the model's shape where it can be known without a download."""
     problems = check_recipe(recipe, machine)

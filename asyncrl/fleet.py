@@ -35,7 +35,7 @@ class FleetSpec:
         trainer: the same for all training ranks.
         generators: one a replica.
         bucket_bytes, num_slots: of the weight store.
-        start_deadline_s, call_deadline_s, prepare_deadline_s, flip_deadline_s: for one call of one worker.
+        start_deadline_s, call_deadline_s, prepare_deadline_s, flip_deadline_s, stop_deadline_s: of one call.
     """
 
     hf_config: Mapping[str, Any]
@@ -47,6 +47,7 @@ class FleetSpec:
     call_deadline_s: float
     prepare_deadline_s: float
     flip_deadline_s: float
+    stop_deadline_s: float
 
 
 class Fleet:
@@ -138,6 +139,7 @@ class Fleet:
             start_deadline_s=self._spec.start_deadline_s,
             step_deadline_s=self._spec.call_deadline_s,
             disk_deadline_s=self._spec.call_deadline_s,
+            stop_deadline_s=self._spec.stop_deadline_s,
         )
         await trainer.start()
         if resume_from is not None:
@@ -230,6 +232,7 @@ def fleet_spec(recipe: Recipe, machine: Machine, *, model_dir: str, hf_config: M
         call_deadline_s=recipe.cluster.call_deadline_s,
         prepare_deadline_s=recipe.publish.prepare_deadline_s,
         flip_deadline_s=recipe.publish.flip_deadline_s,
+        stop_deadline_s=recipe.cluster.stop_deadline_s,
     )
 
 

@@ -20,6 +20,7 @@ from asyncrl.schema import CHAR_VOCAB_SIZE, FreshModel, Model
 from asyncrl.tokenizer import BOS_ID, EOS_ID, PAD_ID, TOKENIZER_FILES, TextTokenizer, char_tokenizer_folder
 from asyncrl.user_error import UserError
 from engine.families import canonical_layout
+from engine.layout import LayoutError
 from engine.seeds import Purpose, derive_seed
 
 if TYPE_CHECKING:
@@ -104,7 +105,11 @@ def inspect_folder(folder: Path) -> ModelInfo:
         ModelSourceError: see `materialize`.
     """
     config = _read_config(folder)
-    layout = canonical_layout(config, dtype="float32")
+    try:
+        layout = canonical_layout(config, dtype="float32")
+    except LayoutError as error:
+        raise ModelSourceError(f"{folder}: {error}") from error
+
     _check_tensors(folder, layout)
     tokenizer = TextTokenizer(folder)
     if tokenizer.vocab_size > config["vocab_size"]:

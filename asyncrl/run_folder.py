@@ -16,14 +16,20 @@ import secrets
 import shutil
 from pathlib import Path
 
+from asyncrl.metrics_file import has_records
 from asyncrl.user_error import UserError
 
 RECIPE = "recipe.yaml"
 RUN_ID = "run_id"
 MODEL_INIT = "model_init"
+CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 _DRAFT = ".recipe.yaml"
-_UNFINISHED = {_LOCK, _DRAFT, RUN_ID}  # what a process that died while it made the folder may have left
+_WRITTEN = {
+    _LOCK, _DRAFT, RECIPE, RUN_ID, MODEL_INIT, CHECKPOINTS, "model", "wandb",
+    "metrics.jsonl", "samples.jsonl", "fingerprints.jsonl", "summary.json", "traceback.txt",
+}  # fmt: skip
+_DRAFTS = (f".{MODEL_INIT}.", ".summary.")  # of the model and of summary.json, left by a process that died
 
 
 class RunFolderError(UserError):
@@ -45,7 +51,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, recipe_yaml: str) -> RunFolder:
-        """Make a new run's folder.
+        """Make a new run's folder; one whose run never came to its first step is begun again.
 
         Raises:
             RunFolderError: there is a run in it already, a process is at it, or it cannot be made.
@@ -60,6 +66,7 @@ class RunFolder:
         folder = cls._take(path)
         try:
             _check_unused(path)  # somebody else's run may have begun and ended meanwhile
+            _clear(path)
             _name(path)
             _write_private(path / _DRAFT, recipe_yaml)
             (path / _DRAFT).rename(path / RECIPE)
@@ -88,11 +95,6 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def discard(self) -> None:
-        """Remove a run that could not start: all that is in the folder is this run's, and its name is free again."""
-        shutil.rmtree(self.path)
         self.close()
 
     def close(self) -> None:
@@ -127,12 +129,25 @@ def _check_owner(path: Path) -> None:
 
 
 def _check_unused(path: Path) -> None:
-    if (path / RECIPE).exists():
+    """Raise unless the folder is empty, or holds a run that never came to its first step and can be begun again."""
+    if (path / RECIPE).exists() and (has_records(path) or any((path / CHECKPOINTS).glob("*"))):
         raise RunFolderError(f"run.dir={path} holds a run already: `--resume {path}`, or another run.dir")
 
-    others = sorted({entry.name for entry in path.iterdir()} - _UNFINISHED)
+    others = sorted(name for name in os.listdir(path) if name not in _WRITTEN and not name.startswith(_DRAFTS))
     if others:
         raise RunFolderError(f"run.dir={path} is not empty ({others[0]}) and holds no run; name another folder")
+
+
+def _clear(path: Path) -> None:
+    """Remove what a run that never came to its first step left, but for its lock, which is ours now, and its name."""
+    for entry in path.iterdir():
+        if entry.name in (_LOCK, RUN_ID):
+            continue
+
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _name(path: Path) -> None:

@@ -60,14 +60,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _resume_or_start(arguments: argparse.Namespace) -> int:
     from asyncrl.checks import check_resume
-    from asyncrl.config import load_recipe
+    from asyncrl.config import load_recipe, read_written
     from asyncrl.recipe_errors import RecipeError
     from asyncrl.run_folder import RECIPE
 
     path = arguments.config if arguments.config is not None else arguments.resume / RECIPE
     loaded = load_recipe(path, arguments.overrides)
     if arguments.resume is not None and arguments.overrides:
-        problems = check_resume(load_recipe(path).recipe, loaded.recipe)
+        problems = check_resume(read_written(path), loaded.public)
         if problems:
             raise RecipeError(*(problem.describe(loaded.public) for problem in problems))
 
@@ -84,7 +84,6 @@ def _resume_or_start(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
-    from asyncrl.metrics_file import has_records
     from asyncrl.rewards import load_reward
     from asyncrl.run_folder import RunFolder
 
@@ -94,10 +93,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     else:
         opened = RunFolder.create(loaded.recipe.run.folder(datetime.now().astimezone()), loaded.unresolved_yaml)
     with opened as folder:
-        status = _run_in(folder.path, arguments, loaded, reward)
-        if status == 2 and arguments.resume is None and not has_records(folder.path):
-            folder.discard()  # a data file with a broken line, say: mended, it is run again under the same name
-        return status
+        return _run_in(folder.path, arguments, loaded, reward)
 
 
 def _run_in(folder: Path, arguments: argparse.Namespace, loaded: LoadedRecipe, reward: RewardFunction) -> int:

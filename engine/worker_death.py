@@ -11,12 +11,12 @@ _NUM_BYTES = 16 << 10
 _FILE_TIME_LAG_S = 0.05  # the kernel stamps files with the time of its last tick
 
 
-def describe_death(name: str, method: str, ray_text: str, logs: Path | None, *, since_s: float) -> str:
+def describe_death(name: str, method: str | None, ray_text: str, logs: Path | None, *, since_s: float) -> str:
     """Return one message, the first line of which says everything that is known.
 
     Args:
         name: of the worker.
-        method: that was running, or was called after the death.
+        method: that was running, or was called after the death; None if nobody waited for an answer.
         ray_text: what Ray says about it, at length.
         logs: folder with the workers' output, if it is on this machine.
         since_s: Unix time; words from before are left out: warnings of its start, and not why it died.
@@ -24,7 +24,8 @@ def describe_death(name: str, method: str, ray_text: str, logs: Path | None, *, 
     found = re.search(r"^\s*pid: (\d+)$", ray_text, re.MULTILINE)
     pid = found[1] if found is not None else None
     process = f"{name} (process {pid})" if pid is not None else name
-    message = f"{process} died while {method} was running or before: {_why(ray_text)}"
+    when = f"died while {method} was running or before" if method is not None else "died"
+    message = f"{process} {when}: {_why(ray_text)}"
     words = _last_words(logs, pid, since_s) if logs is not None and pid is not None else []
     return "\n".join([f"{message}. Its last words:", *words] if words else [message])
 

@@ -135,7 +135,8 @@ class RayWorker:
             if "error raised in its creation task" in str(error):
                 raise WorkerError(f"{self.name}.__init__ failed: {last_line(error)}") from error
 
-            text = describe_death(self.name, method, str(error), self._logs, since_s=self._answered_s)
+            asked = method if method not in self._beside else None
+            text = describe_death(self.name, asked, str(error), self._logs, since_s=self._answered_s)
             raise WorkerDied(text) from error
         except ray.exceptions.UnserializableException as error:
             raise WorkerError(f"{where} failed: {last_line(error)}") from error

@@ -31,6 +31,7 @@ class MegatronTrainer:
         start_deadline_s: float = 300.0,
         step_deadline_s: float = 600.0,
         disk_deadline_s: float = 1800.0,
+        stop_deadline_s: float = 30.0,
     ) -> None:
         """Args:
         spec: what the ranks were made with.
@@ -38,6 +39,7 @@ class MegatronTrainer:
         master_addr: address of rank 0's machine at which the ranks meet.
         start_deadline_s, step_deadline_s: for `start` and `attach`, and for one `step`, `snapshot` or `logprobs`.
         disk_deadline_s: for `save`, `load` and `export`.
+        stop_deadline_s: for `stop`.
         """
         assert len(ranks) == spec.num_ranks, (len(ranks), spec.num_ranks)
         self._spec = spec
@@ -49,6 +51,7 @@ class MegatronTrainer:
         self._start_deadline_s = start_deadline_s
         self._step_deadline_s = step_deadline_s
         self._disk_deadline_s = disk_deadline_s
+        self._stop_deadline_s = stop_deadline_s
 
     async def start(self) -> tuple[RankInfo, ...]:
         """Bring all ranks up and load the initial weights."""
@@ -127,7 +130,7 @@ class MegatronTrainer:
 
     async def stop(self) -> None:
         """End the ranks' work."""
-        await self._all("stop", deadline_s=self._start_deadline_s)
+        await self._all("stop", deadline_s=self._stop_deadline_s)
 
     async def _all(self, method: str, *args: object, deadline_s: float) -> tuple[Any, ...]:
         """Call one method with the same arguments on all ranks."""

@@ -113,7 +113,7 @@ def build_model(hf_config: HfConfig, config: Any) -> Any:  # noqa: ANN401
     tp = config.tensor_model_parallel_size
     model = GPTModel(
         config,
-        _layer_spec(),
+        layer_spec(),
         vocab_size=-(-hf_config["vocab_size"] // tp) * tp,
         max_sequence_length=hf_config["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -126,7 +126,8 @@ def build_model(hf_config: HfConfig, config: Any) -> Any:  # noqa: ANN401
     return model.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
 
 
-def _layer_spec() -> Any:  # noqa: ANN401
+def layer_spec() -> Any:  # noqa: ANN401
+    """Return one layer's `ModuleSpec`: Transformer Engine's on a GPU, the local one with our attention on a CPU."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if torch.cuda.is_available():

@@ -97,5 +97,5 @@ class Cluster(Section):
         default=600.0, description="One call of a worker (a step, a batch) must end within it."
     )
     stop_deadline_s: Seconds = Field(
-        default=30.0, description="After the last step every generator must have ended its engine within this time."
+        default=30.0, description="After the last step every worker must have ended its work within this time."
     )

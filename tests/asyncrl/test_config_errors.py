@@ -219,7 +219,7 @@ def test_file_data_is_checked(tmp_path: Path) -> None:
 
 def test_more_gpus_than_there_are_is_refused_without_a_cure_by_sharing() -> None:
     with pytest.raises(RecipeError, match=r"too few \(1 here\): 2 workers.*it takes 2 GPUs$"):
-        load_recipe(COPY, (), Machine(cores=(0, 1), num_gpus=1))
+        load_recipe(COPY, ("trainer.dtype=bfloat16",), Machine(cores=(0, 1), num_gpus=1))
 
 
 def test_a_cluster_elsewhere_is_not_counted() -> None:

@@ -29,7 +29,7 @@ trainer.lr_schedule.warmup_steps=9 trainer.lr_schedule.decay=cosine trainer.lr_s
 trainer.lr_schedule.min_lr_ratio=0.125
 generator.num_replicas=2 generator.dtype=bfloat16 generator.max_model_len=48 generator.max_new_tokens=12
 generator.temperature=0.9 generator.max_num_seqs=17 generator.kv_cache_mb=33 generator.threads=3
-publish.bucket_mb=0.5 publish.prepare_deadline_s=101 publish.flip_deadline_s=102
+publish.bucket_mb=0.5 publish.prepare_deadline_s=101 publish.flip_deadline_s=102 cluster.stop_deadline_s=106
 cluster.devices=6 cluster.start_deadline_s=103 cluster.call_deadline_s=104
 """
 
@@ -90,6 +90,7 @@ def test_every_number_arrives_where_it_belongs() -> None:
         "call_deadline_s": 104,
         "prepare_deadline_s": 101,
         "flip_deadline_s": 102,
+        "stop_deadline_s": 106,
     }
 
 

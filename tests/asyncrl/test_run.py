@@ -58,7 +58,7 @@ class FakeReplica:
     def __init__(self, name: str, script: Script) -> None:
         self.name = name
         self._script = script
-        self._prepared: Manifest | None = None
+        self._prepared: dict[int, Manifest] = {}
         self._served: Manifest | None = None
         self._num_running = 0
         self._stopped = anyio.Event()
@@ -77,12 +77,12 @@ class FakeReplica:
 
     async def prepare(self, manifest: Manifest) -> float:
         await anyio.lowlevel.checkpoint()
-        self._prepared = manifest
+        self._prepared[manifest.version] = manifest
         return 1.0
 
     async def flip(self, manifest: Manifest) -> FlipReport:
         assert self._num_running == 0, "flip while requests run"
-        assert manifest is self._prepared, "flip before prepare"
+        assert manifest is self._prepared.pop(manifest.version, None), "flip before prepare"
         self._served = manifest
         return FlipReport(version=manifest.version, copy_ms=0.1, repack_ms=0.1, num_bytes=100)
 
@@ -340,23 +340,43 @@ def test_a_resume_with_other_prompts_or_another_model_is_refused(
     assert "the run was begun with" in capsys.readouterr().err
 
 
-def test_a_run_that_cannot_start_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_could_not_start_is_begun_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The mistake is found when the model's tokenizer is there, and mended it is run again under the same name."""
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "c1>", "answer": 7.5.1}\n')
     own = ("data.train.task=null", "data.train.args=null", f"data.train.path={data}", "eval.every=0")
     assert start(tmp_path / "run", *own) == 2
     assert f"{data}:1" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
     data.write_text("".join(f'{{"prompt": "c{n}>", "answer": "{n}"}}\n' for n in range(9)))
+    assert start(tmp_path / "run", *own) == 2
+    assert "is not empty (notes.txt)" in capsys.readouterr().err, "nothing of the user's is removed"
+    (tmp_path / "run" / "notes.txt").unlink()
     assert start(tmp_path / "run", *own) == 0
+    assert start(tmp_path / "run", *own) == 2, "a run with records stays"
+
+
+def test_a_resume_may_mend_what_does_not_hold_here_and_shows_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_TEST_LENGTH", "4")
+    assert start(tmp_path / "run", "data.train.args.length=${oc.decode:${oc.env:ASYNCRL_TEST_LENGTH}}") == 0
+    monkeypatch.delenv("ASYNCRL_TEST_LENGTH")
+    assert resume(tmp_path / "run", "data.train.args.length=3") == 2
+    assert 'begun with "${oc.decode:${oc.env:ASYNCRL_TEST_LENGTH}}"' in capsys.readouterr().err
+    recipe = tmp_path / "run" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("devices: 4", "devices: 1"))
+    monkeypatch.setenv("ASYNCRL_TEST_LENGTH", "4")
+    assert resume(tmp_path / "run") == 2
+    assert "cluster.devices = 1: too few" in capsys.readouterr().err
+    assert resume(tmp_path / "run", "cluster.devices=4") == 0
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert start(tmp_path / "run", script=Script(train=fails_at(0))) == 1
+    assert start(tmp_path / "run", "checkpoint.every=0", script=Script(train=fails_at(3))) == 1
     assert resume(tmp_path / "run") == 2
-    assert "holds no complete checkpoint; start anew with another run.dir" in capsys.readouterr().err
-    assert start(tmp_path / "run") == 2
+    assert "holds no complete checkpoint" in capsys.readouterr().err
+    assert start(tmp_path / "run") == 2, "it has trained some steps"
     assert "holds a run already" in capsys.readouterr().err
 
 

@@ -63,9 +63,30 @@ def test_a_folder_that_was_opened_up_is_closed_again_by_a_resume(tmp_path: Path)
 
 def test_a_run_is_not_started_twice_and_the_cure_is_named(tmp_path: Path) -> None:
     path = new_run(tmp_path / "a")
+    (path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(RunFolderError, match=rf"holds a run already: `--resume {path}`, or another run.dir"):
         RunFolder.create(path, "seed: 1\n")
     assert (path / RECIPE).read_text() == "seed: 0\n"
+
+
+def test_a_run_that_never_came_to_its_first_step_is_begun_again(tmp_path: Path) -> None:
+    path = new_run(tmp_path / "a")
+    (path / "metrics.jsonl").touch()
+    (path / "wandb").mkdir()
+    (path / "model_init").symlink_to(tmp_path)
+    name = (path / RUN_ID).read_text()
+    RunFolder.create(path, "seed: 1\n").close()
+    assert (path / RECIPE).read_text() == "seed: 1\n"
+    assert sorted(entry.name for entry in path.iterdir()) == [".lock", RECIPE, RUN_ID]
+    assert (path / RUN_ID).read_text() == name
+    assert tmp_path.exists(), "the link went, not what it points at"
+
+
+def test_a_run_with_a_checkpoint_is_not_begun_again(tmp_path: Path) -> None:
+    path = new_run(tmp_path / "a")
+    (path / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises(RunFolderError, match="holds a run already"):
+        RunFolder.create(path, "seed: 1\n")
 
 
 def test_a_folder_with_something_else_is_left_as_it_was(tmp_path: Path) -> None:
@@ -134,6 +155,7 @@ def refusals(tmp_path: Path) -> list[Callable[[], RunFolder]]:
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / ".lock").symlink_to(tmp_path / "elsewhere")
+    (run / "metrics.jsonl").write_text("{}\n")
     return [
         lambda: RunFolder.create(run, ""),
         lambda: RunFolder.create(linked, ""),

@@ -141,6 +141,30 @@ def test_honest_version_labels(labels: list[list[int]]) -> None:
         assert all(a.version != b.version for a, b in itertools.pairwise(spans))
 
 
+def test_other_tasks_run_while_a_wave_is_judged() -> None:
+    """Between any two groups."""
+    judged: list[str] = []
+
+    def reward(completion: Completion) -> float:
+        judged.append(completion.prompt)
+        return 1.0
+
+    async def main() -> list[int]:
+        seen: list[int] = []
+
+        async def watch() -> None:
+            while len(judged) < 4:
+                seen.append(len(judged))
+                await anyio.lowlevel.checkpoint()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            await scorer(reward).groups(prompts(4), (result([[5]] * 4),), samples_per_prompt=1)
+        return seen
+
+    assert {1, 2, 3} <= set(anyio.run(main))
+
+
 def test_spans_of_the_docstring() -> None:
     spans = (VersionSpan(start=0, stop=3, version=7), VersionSpan(start=3, stop=5, version=8))
     assert version_spans(np.array([7, 7, 7, 8, 8], np.int32)) == spans

@@ -1,4 +1,4 @@
-"""Prompts, trajectories and groups: frozen, and what they say about versions."""
+"""Prompts, trajectories and groups: frozen."""
 
 from __future__ import annotations
 
@@ -15,35 +15,21 @@ from engine.types import WeightVersion
 PROMPT = Prompt(uid="p", index=0, text="ask", token_ids=(1,), answer="a")
 
 
-def trajectory(*versions: VersionSpan) -> Trajectory:
-    length = versions[-1].stop if versions else 0
+def trajectory() -> Trajectory:
     return Trajectory(
         prompt_uid="p",
         sample_index=0,
         draw=0,
         attempt=0,
-        token_ids=np.zeros(length, np.int32),
-        loss_mask=np.ones(length, np.float32),
-        generator_logprobs=np.zeros(length, np.float32),
-        versions=versions,
+        token_ids=np.zeros(0, np.int32),
+        loss_mask=np.ones(0, np.float32),
+        generator_logprobs=np.zeros(0, np.float32),
+        versions=(),
         text="",
         reward=0.0,
         correct=None,
         finish_reason="length",
     )
-
-
-def test_the_oldest_version_of_the_docstrings_example() -> None:
-    spans = (
-        VersionSpan(start=0, stop=3, version=WeightVersion(7)),
-        VersionSpan(start=3, stop=5, version=WeightVersion(8)),
-    )
-    assert trajectory(*spans).oldest_version == 7
-
-
-def test_version_0_is_a_version_and_an_empty_response_has_none() -> None:
-    assert trajectory(VersionSpan(start=0, stop=1, version=WeightVersion(0))).oldest_version == 0
-    assert trajectory().oldest_version is None
 
 
 def everything() -> list[object]:

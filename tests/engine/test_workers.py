@@ -223,7 +223,7 @@ async def test_a_call_beside_the_others_shows_a_death_while_nothing_else_runs(pl
         assert await worker.call("add", 2, 3, deadline_s=LONG_S) == 5, "the others are answered meanwhile"
         os.kill(await worker.call("pid", deadline_s=LONG_S), signal.SIGKILL)
     assert len(deaths) == 1
-    assert re.match(r"trainer_1 \(process \d+\) died while wait was running", deaths[0])
+    assert re.match(r"trainer_1 \(process \d+\) died: its process is gone", deaths[0])
 
 
 @in_cluster

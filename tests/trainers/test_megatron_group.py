@@ -70,6 +70,16 @@ def test_a_step_hands_out_shares_and_merges_results(batches: Batches) -> None:
     assert result.peak_memory_bytes == (100, 101, 102, 103)
 
 
+def test_watch_raises_as_soon_as_one_rank_dies() -> None:
+    def answer(rank: int) -> None:
+        if rank == 1:
+            raise WorkerDied("rank-1 died")
+
+    trainer, _ = _trainer({"watch": answer}, dp=2)
+    with pytest.raises(WorkerDied, match="rank-1 died"):
+        anyio.run(trainer.watch)
+
+
 @pytest.mark.parametrize(("error", "others"), [(WorkerError, "answer"), (WorkerDied, "wait")])
 def test_a_failing_rank_fails_the_step(batches: Batches, error: type[Exception], others: str) -> None:
     """The others are given up where they wait for the dead one for ever."""
