@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": ("asyncrl.train", "run a recipe: rollouts and training side by side"),
+    "plan": ("asyncrl.plan", "what it costs to bring a model from a training to an inference layout"),
     "schema": ("asyncrl.schema", "print the JSON schema of recipes, for editors"),
 }
 """Subcommand -> (module with its `main`, one line of help)."""

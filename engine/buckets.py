@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from engine.layout import DTYPE_BYTES, Box, Index
+from engine.transforms import IDENTITY
 
 _Block = tuple[Index, Index]  # (shift from the start of a block, shape)
 
@@ -19,6 +21,7 @@ class Copy:
         source_param, source_start: where it is on the source rank.
         target_param, target_start: where it goes on the target rank.
         offset: where it starts in the bucket's payload, in elements; its elements lie there densely, row by row.
+        transform: the form in which both sides keep it, a name of `engine.transforms.TRANSFORMS`.
     """
 
     tensor: str
@@ -28,6 +31,7 @@ class Copy:
     target_param: str
     target_start: Index
     offset: int = 0
+    transform: str = IDENTITY
 
     def part(self, shift: Index, shape: Index) -> Copy:
         """The copy of a block of this one: `shift` from its start, `shape` large."""
@@ -37,6 +41,11 @@ class Copy:
             source_start=shifted(self.source_start, shift),
             target_start=shifted(self.target_start, shift),
         )
+
+    def at(self, offset: int) -> Copy:
+        """The same copy elsewhere in the payload."""
+        source, target = (self.source_param, self.source_start), (self.target_param, self.target_start)
+        return Copy(self.tensor, self.box, *source, *target, offset, self.transform)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,17 @@ class BucketSpec:
 
 def coalesce(copies: list[Copy]) -> list[Copy]:
     """Put copies in the target's order and join those that are neighbours on both sides, dim by dim."""
-    for dim in reversed(range(max(len(copy.box.shape) for copy in copies))):
+    alike: dict[tuple[str, str, str], list[Copy]] = defaultdict(list)
+    for copy in copies:
+        alike[copy.tensor, copy.target_param, copy.source_param].append(copy)
+
+    joined = [copy for group in alike.values() for copy in (group if len(group) == 1 else _join(group))]
+    return sorted(joined, key=lambda copy: (copy.target_param, copy.target_start))
+
+
+def _join(copies: list[Copy]) -> list[Copy]:
+    """Join neighbours among copies of one tensor between two parameters."""
+    for dim in reversed(range(len(copies[0].box.shape))):
         joined: list[Copy] = []
         for copy in sorted(copies, key=lambda copy: _line_key(copy, dim)):
             last = joined[-1] if joined else None
@@ -99,20 +118,19 @@ def coalesce(copies: list[Copy]) -> list[Copy]:
             else:
                 joined.append(copy)
         copies = joined
-    return sorted(copies, key=lambda copy: (copy.target_param, copy.target_start))
+    return copies
 
 
-def _line_key(copy: Copy, dim: int) -> tuple[str, str, str, Index, Index, Index]:
+def _line_key(copy: Copy, dim: int) -> tuple[Index, Index, Index]:
     """Sorts copies so that those on one line along `dim` follow one another."""
     start, shape = copy.box.start, copy.box.shape
-    others = (*start[:dim], *start[dim + 1 :]), (*shape[:dim], *shape[dim + 1 :])
-    return copy.tensor, copy.target_param, copy.source_param, *others, start[dim : dim + 1]
+    return (*start[:dim], *start[dim + 1 :]), (*shape[:dim], *shape[dim + 1 :]), start[dim : dim + 1]
 
 
 def _follows(first: Copy, second: Copy, dim: int) -> bool:
     """Whether `second` is what lies next to `first` along `dim`, in the tensor and in both parameters."""
     size, rank = first.box.shape, len(first.box.shape)
-    if dim >= rank or _line_key(first, dim)[:-1] != _line_key(second, dim)[:-1]:
+    if _line_key(first, dim)[:2] != _line_key(second, dim)[:2]:
         return False
 
     shift = (*(0 for _ in range(dim)), size[dim], *(0 for _ in range(dim + 1, rank)))
@@ -127,6 +145,12 @@ def fill(copies: list[Copy], capacity: int) -> Iterator[list[Copy]]:
     todo = copies[::-1]
     while todo:
         copy = todo.pop()
+        size = copy.box.num_elements
+        if size <= capacity - used:
+            packed.append(copy if copy.offset == used else copy.at(used))
+            used += size
+            continue
+
         blocks = [copy.part(shift, shape) for shift, shape in _split(copy.box.shape, capacity - used, capacity)]
         if not blocks:
             yield packed
@@ -134,7 +158,7 @@ def fill(copies: list[Copy], capacity: int) -> Iterator[list[Copy]]:
             todo.append(copy)
             continue
 
-        packed.append(replace(blocks[0], offset=used))
+        packed.append(blocks[0].at(used))
         used += blocks[0].box.num_elements
         todo.extend(reversed(blocks[1:]))
 
@@ -150,6 +174,33 @@ def cut(box: Box, capacity: int) -> Iterator[Box]:
         blocks = [Box(shifted(part.start, shift), shape) for shift, shape in _split(part.shape, capacity, capacity)]
         yield blocks[0]
         todo.extend(reversed(blocks[1:]))
+
+
+def split_at(box: Box, count: int, grain: int) -> tuple[list[Box], list[Box]]:
+    """Split a box, in row order, after about `count` elements: between two rows unless a row is larger than `grain`.
+
+    Example: `Box((0, 0), (4, 10))` after 23 elements: with grain 10 after 2 rows, with grain 1 after 2 rows and 3.
+    """
+    if not 0 < count < box.num_elements:
+        return ([], [box]) if count <= 0 else ([box], [])
+
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    row = Box(box.start[dim:], (1, *box.shape[dim + 1 :])).num_elements
+    num_rows, inside = divmod(count, row)
+    if row <= grain:
+        num_rows, inside = num_rows + (2 * inside > row), 0
+
+    head, tail = _rows(box, dim, 0, num_rows), _rows(box, dim, num_rows + (inside > 0), box.shape[dim])
+    middle, rest = split_at(_rows(box, dim, num_rows, num_rows + 1)[0], inside, grain) if inside else ([], [])
+    return [*head, *middle], [*rest, *tail]
+
+
+def _rows(box: Box, dim: int, first: int, last: int) -> list[Box]:
+    """Indices [first, last) of a box in one dim, counted from its start; nothing if there are none."""
+    if first >= last:
+        return []
+
+    return [Box(_with(box.start, dim, box.start[dim] + first), _with(box.shape, dim, last - first))]
 
 
 def chunks(runs: Iterable[Run], capacity: int) -> list[list[Run]]:

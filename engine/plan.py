@@ -1,27 +1,50 @@
 """Which bytes go from which rank to which: a pure function of two layouts and a bucket size. No torch.
 
-Every target block is intersected with the source's blocks; each piece is taken from exactly one of its holders, the
-least loaded one; the pieces of one (source rank, target rank, dtype) are packed in the target's order into buckets.
-Several replicas share the plan of one: they read the same buckets.
+Every target block is intersected with the source's blocks; each piece is taken from one of its holders (the target's
+own device, else its node, else any) so that the busiest sender has as little to do as possible; the pieces of one
+(source rank, target rank, dtype) are packed in the target's order into buckets. Several replicas share the plan of one:
+they read the same buckets. `python -m engine.plan` prints what a plan costs.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
-from engine.buckets import BucketSpec, Copy, coalesce, cut, difference, fill, shifted
-from engine.layout import DTYPE_BYTES, Box, Index, Layout, LayoutError, Shard, content_hash
+from engine.balance import HolderClass, fair_shares
+from engine.buckets import BucketSpec, Copy, coalesce, difference, fill, shifted, split_at
+from engine.layout import DTYPE_BYTES, Box, Index, Layout, Shard, content_hash, map_shared
+from engine.pieces import Block, Piece, Pieces, PlanError, check_same_model, find_pieces
+from engine.placement import Placement
+from engine.transforms import transform_of
 
-_EXACT_CASTS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}
-_CHOSEN_CASTS = {("float32", "bfloat16")}  # a recipe with a float32 trainer and a bfloat16 generator wants just this
+__all__ = ["LocalCopies", "Plan", "PlanError", "make_plan"]
+
+_Payload = tuple[str, int, tuple[Copy, ...]]  # dtype, elements, copies
+_TOLERANCE = 1 / 64  # of the busiest sender's bytes: what is not cut finer for the sake of balance
 
 
-class PlanError(LayoutError):
-    """Two layouts that cannot be joined exactly; the message names tensor, ranks and both values."""
+@dataclass(frozen=True, slots=True)
+class LocalCopies:
+    """What a target rank takes from a training rank on its own device: copied there, never packed or sent.
+
+    Attributes:
+        source_rank, target_rank: both on one device.
+        dtype: the target parameters'.
+        copies: in the target's order; their `offset` means nothing.
+    """
+
+    source_rank: int
+    target_rank: int
+    dtype: str
+    copies: tuple[Copy, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that need not move."""
+        return sum(copy.box.num_elements for copy in self.copies) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -32,17 +55,26 @@ class Plan:
         source, target: the two layouts.
         bucket_bytes: largest payload of a bucket.
         buckets: by id.
+        local: what stays on its device; empty without a placement.
+        placement: where the ranks are; None if every holder is as near as the next.
     """
 
     source: Layout
     target: Layout
     bucket_bytes: int
     buckets: tuple[BucketSpec, ...]
+    local: tuple[LocalCopies, ...] = ()
+    placement: Placement | None = None
 
     @property
     def num_buckets(self) -> int:
         """Buckets of one version."""
         return len(self.buckets)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of one version, the local ones too."""
+        return sum(map(len, self._copies()))
 
     @property
     def num_bytes(self) -> int:
@@ -52,29 +84,37 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """blake2b-128 (hex) of both layouts and every copy: equal on all ranks, whatever the order of their dicts."""
-        buckets = [
-            (
-                bucket.id,
-                bucket.source_rank,
-                bucket.target_rank,
-                bucket.dtype,
-                [_copy_row(copy) for copy in bucket.copies],
-            )
-            for bucket in self.buckets
-        ]
-        return content_hash([self.source.hash, self.target.hash, self.bucket_bytes, buckets])
+        place = self.placement
+        digests = map_shared(lambda copies: content_hash(list(map(_copy_row, copies))), self._copies())
+        rows: list[object] = [[b.id, b.source_rank, b.target_rank, b.dtype, b.num_elements] for b in self.buckets]
+        rows += [[part.source_rank, part.target_rank, part.dtype] for part in self.local]
+        where = None if place is None else [place.source_devices, place.target_devices, place.device_nodes]
+        return content_hash([self.source.hash, self.target.hash, self.bucket_bytes, where, rows, digests])
+
+    def _copies(self) -> Iterator[tuple[Copy, ...]]:
+        """Every bucket's and every local part's copies; replicas share them."""
+        yield from (bucket.copies for bucket in self.buckets)
+        yield from (part.copies for part in self.local)
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the cached hash behind: every process computes it from what it received."""
-        return {key: value for key, value in self.__dict__.items() if key != "hash"}
+        return {key: value for key, value in self.__dict__.items() if key not in {"hash", "_by_source", "_by_target"}}
+
+    @cached_property
+    def _by_source(self) -> Mapping[int, tuple[BucketSpec, ...]]:
+        return _grouped((bucket.source_rank, bucket) for bucket in self.buckets)
+
+    @cached_property
+    def _by_target(self) -> Mapping[int, tuple[BucketSpec, ...]]:
+        return _grouped((bucket.target_rank, bucket) for bucket in self.buckets)
 
     def buckets_of_source(self, rank: int) -> tuple[BucketSpec, ...]:
         """The buckets that a source rank writes, by id."""
-        return tuple(bucket for bucket in self.buckets if bucket.source_rank == rank)
+        return self._by_source.get(rank, ())
 
     def buckets_of_target(self, rank: int) -> tuple[BucketSpec, ...]:
         """The buckets that a target rank reads, by id."""
-        return tuple(bucket for bucket in self.buckets if bucket.target_rank == rank)
+        return self._by_target.get(rank, ())
 
     def source_bytes(self, rank: int) -> int:
         """Payload bytes that a source rank writes for one version."""
@@ -85,7 +125,7 @@ class Plan:
         return sum(bucket.num_bytes for bucket in self.buckets_of_target(rank))
 
 
-def make_plan(source: Layout, target: Layout, *, bucket_bytes: int) -> Plan:
+def make_plan(source: Layout, target: Layout, *, bucket_bytes: int, placement: Placement | None = None) -> Plan:
     """Return the plan that carries `source` to `target`: every target element exactly once, nothing else.
 
     Pure and deterministic: equal layouts give an equal plan, on every rank. The wire dtype is the target parameter's;
@@ -93,153 +133,167 @@ def make_plan(source: Layout, target: Layout, *, bucket_bytes: int) -> Plan:
 
     Args:
         source: the training ranks; a tensor may have several holders (data-parallel ranks, tied embeddings).
-        target: one generator replica.
+        target: one generator replica; all of them (`engine.placement.repeated`) where a placement is given.
         bucket_bytes: largest payload of a bucket; buckets may cut inside a tensor, and inside a row that is larger.
+        placement: where the ranks are. What a target's own device holds is then not moved (`Plan.local`), and a holder
+            on its node is taken before any other. None: every holder is as near as the next, nothing is local.
 
     Raises:
-        PlanError: the layouts are of different models, an element has no holder, or a cast would lose precision.
+        PlanError: the layouts are of different models, an element has no holder, a cast would lose precision, or the
+            two sides keep it in different forms.
+        LayoutError: the placement is of another number of ranks.
     """
-    _check_same_model(source, target)
-    pieces = _assign(list(_pieces(source, target, bucket_bytes)), source.num_ranks)
-    groups: dict[tuple[int, int, str], list[Copy]] = defaultdict(list)
-    for piece, holder in pieces:
-        groups[holder.rank, piece.target_rank, piece.dtype].append(piece.copy(holder))
+    check_same_model(source, target)
+    if placement is not None:
+        placement.check(source, target)
 
+    pieces = find_pieces(source, target, bucket_bytes, placement)
+    blocks: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    for rank, block in _chosen(pieces):
+        blocks[rank, block.target_rank].append(block)
+
+    packer = _Packer(bucket_bytes)
     buckets: list[BucketSpec] = []
-    for (source_rank, target_rank, dtype), copies in sorted(groups.items()):
-        capacity = bucket_bytes // DTYPE_BYTES[dtype]
-        for packed in fill(coalesce(copies), capacity):
-            size = packed[-1].offset + packed[-1].box.num_elements
-            buckets.append(BucketSpec(len(buckets), source_rank, target_rank, dtype, size, tuple(packed)))
-    return Plan(source, target, bucket_bytes, tuple(buckets))
+    for (source_rank, target_rank), taken in sorted(blocks.items(), key=_ranks):
+        for dtype, size, copies in packer.packed(taken, pieces.group_of_rank[source_rank]):
+            buckets.append(BucketSpec(len(buckets), source_rank, target_rank, dtype, size, copies))
+    return Plan(source, target, bucket_bytes, tuple(buckets), _local(pieces), placement)
 
 
-class _Holder(NamedTuple):
-    """One source rank's copy of a piece."""
+def _chosen(pieces: Pieces) -> Iterator[tuple[int, Block]]:
+    """Choose a sender for everything and cut where balance needs it.
 
-    rank: int
-    shard: Shard
-
-
-class _Piece(NamedTuple):
-    """A box that one target rank needs and every one of `holders` has."""
-
-    tensor: str
-    box: Box
-    dtype: str
-    target_rank: int
-    target: Shard
-    holders: tuple[_Holder, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.box.num_elements * DTYPE_BYTES[self.dtype]
-
-    def copy(self, holder: _Holder) -> Copy:
-        source, target = holder.shard, self.target
-        return Copy(
-            self.tensor,
-            self.box,
-            source.param,
-            shifted(source.param_start, difference(self.box.start, source.box.start)),
-            target.param,
-            shifted(target.param_start, difference(self.box.start, target.box.start)),
-        )
-
-
-def _check_same_model(source: Layout, target: Layout) -> None:
-    """Raise unless both sides are made of the same canonical tensors."""
-    only_source, only_target = (
-        source.tensors.keys() - target.tensors.keys(),
-        target.tensors.keys() - source.tensors.keys(),
-    )
-    if only_source or only_target:
-        raise PlanError(
-            f"{source.name} and {target.name} are not of one model: only the source has {sorted(only_source)}, "
-            f"only the target has {sorted(only_target)}"
-        )
-
-    for name, spec in sorted(source.tensors.items()):
-        if spec.shape != target.tensors[name].shape:
-            raise PlanError(f"{name}: {source.name} has shape {spec.shape}, {target.name} {target.tensors[name].shape}")
-
-
-def _holders(source: Layout) -> Mapping[str, Mapping[Box, tuple[_Holder, ...]]]:
-    """Return tensor -> box -> the ranks that have it, one shard a rank."""
-    found: dict[str, dict[Box, dict[int, Shard]]] = defaultdict(lambda: defaultdict(dict))
-    for rank, shards in enumerate(source.shards):
-        for shard in shards:
-            found[shard.tensor][shard.box].setdefault(rank, shard)
-
-    return {
-        tensor: {
-            box: tuple(_Holder(*item) for item in sorted(boxes[box].items())) for box in sorted(boxes, key=_box_key)
-        }
-        for tensor, boxes in found.items()
-    }
-
-
-def _pieces(source: Layout, target: Layout, bucket_bytes: int) -> Iterator[_Piece]:
-    """Intersect what every target rank needs with what the source ranks have; cut what is larger than a bucket."""
-    holders = _holders(source)
-    for target_rank, shards in enumerate(target.shards):
-        for shard in shards:
-            dtype = target.params[target_rank][shard.param].dtype
-            capacity = bucket_bytes // DTYPE_BYTES[dtype]
-            if capacity < 1:
-                raise PlanError(f"bucket_bytes={bucket_bytes} cannot hold one {dtype} of {shard.tensor}")
-
-            missing = [shard.box]
-            for held, ranks in holders.get(shard.tensor, {}).items():
-                common = [box for box in (part.intersect(held) for part in missing) if box is not None]
-                missing = [rest for part in missing for rest in part.subtract(held)]
-                for box in common:
-                    _check_casts(source, shard, target_rank, dtype, ranks)
-                    for part in cut(box, capacity):
-                        yield _Piece(shard.tensor, part, dtype, target_rank, shard, ranks)
-
-            if missing:
-                raise PlanError(
-                    f"{shard.tensor}: target rank {target_rank} needs {missing[0]} for {shard.param}, "
-                    f"but no rank of {source.name} holds it"
-                )
-
-
-def _check_casts(source: Layout, shard: Shard, target_rank: int, dtype: str, holders: Iterable[_Holder]) -> None:
-    for holder in holders:
-        held = source.params[holder.rank][holder.shard.param].dtype
-        if held != dtype and (held, dtype) not in _EXACT_CASTS | _CHOSEN_CASTS:
-            raise PlanError(
-                f"{shard.tensor}: source rank {holder.rank} holds {held}, target rank {target_rank} wants {dtype}: "
-                f"that cast loses precision"
-            )
-
-
-def _assign(pieces: list[_Piece], num_source_ranks: int) -> list[tuple[_Piece, _Holder]]:
-    """Choose one holder for every piece so that the busiest source rank has little to do.
-
-    The pieces with the fewest holders go first, large before small, each to the least loaded holder: optimal up to one
-    piece where holder sets are nested (data-parallel ranks of one shard, then whole stages), which they nearly are.
+    The blocks of a class lie on a line in the order of the targets, and each holder takes a stretch as long as its
+    share: a target has few senders, whose pieces are neighbours.
     """
-    load = [0] * num_source_ranks
-    chosen: list[tuple[_Piece, _Holder]] = []
-    for piece in sorted(pieces, key=_assignment_key):
-        holder = min(piece.holders, key=lambda candidate: (load[candidate.rank], candidate.rank))
-        load[holder.rank] += piece.num_bytes
-        chosen.append((piece, holder))
-    return chosen
+    classes = [HolderClass(ranks, sum(block.num_bytes for block in line)) for ranks, line in pieces.by_holders.items()]
+    shares = fair_shares(classes)
+    loads, num_classes = Counter[int](), Counter[int]()
+    for share in shares:
+        loads.update(share)
+        num_classes.update(share.keys())
+
+    busiest, crowd = max(loads.values(), default=0), max(num_classes.values(), default=1)
+    tolerance = int(busiest * _TOLERANCE / crowd)  # each class of a holder may be off by as much
+    for line, share in zip(pieces.by_holders.values(), shares, strict=True):
+        yield from _stretches(line, share, tolerance)
 
 
-def _assignment_key(piece: _Piece) -> tuple[int, int, str, Index, int, str, Index]:
-    shard = piece.target
-    order = (piece.tensor, piece.box.start, piece.target_rank, shard.param, shard.param_start)
-    return len(piece.holders), -piece.num_bytes, *order
+def _stretches(line: list[Block], share: Mapping[int, int], tolerance: int) -> Iterator[tuple[int, Block]]:
+    """Give each holder, in order, about its share; what one takes too much or too little, the next makes up."""
+    *others, (last, _) = share.items()
+    todo = line[::-1]
+    room = 0
+    for rank, num_bytes in others:
+        room += num_bytes
+        while todo and room + tolerance >= todo[-1].num_bytes:
+            room -= todo[-1].num_bytes
+            yield rank, todo.pop()
+
+        if todo and room > tolerance:
+            head, tail = _split(todo.pop(), room, tolerance)
+            todo += [tail] if tail.pieces else []
+            if head.pieces:
+                room -= head.num_bytes
+                yield rank, head
+    yield from ((last, block) for block in reversed(todo))
+
+
+def _split(block: Block, room: int, tolerance: int) -> tuple[Block, Block]:
+    """Split a block after about `room` bytes, inside a piece where none ends close enough."""
+    heads: list[Piece] = []
+    tails = list(block.pieces[::-1])
+    left = room
+    while tails and left + tolerance >= tails[-1].num_bytes:
+        left -= tails[-1].num_bytes
+        heads.append(tails.pop())
+
+    if tails and left > tolerance:
+        piece = tails.pop()
+        size = DTYPE_BYTES[piece.dtype]
+        first, rest = split_at(piece.box, left // size, tolerance // size)
+        heads += [piece._replace(box=box) for box in first]
+        tails += [piece._replace(box=box) for box in reversed(rest)]
+    return _block(block.target_rank, heads), _block(block.target_rank, tails[::-1])
+
+
+def _block(target_rank: int, pieces: list[Piece]) -> Block:
+    return Block(target_rank, tuple(pieces), sum(piece.num_bytes for piece in pieces))
+
+
+class _Packer:
+    """Turns blocks into the payloads of buckets; what several replicas get alike is packed once."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._done: dict[tuple[int, ...], tuple[list[Block], list[_Payload]]] = {}  # keeps alive what the ids name
+
+    def packed(self, blocks: list[Block], group: int) -> list[_Payload]:
+        """Return the payloads for what one rank of a source group sends to one target rank."""
+        key = group, *(id(block.pieces) for block in blocks)
+        if key not in self._done:
+            payloads = [
+                (dtype, filled[-1].offset + filled[-1].box.num_elements, tuple(filled))
+                for dtype, copies in _copies(blocks, group)
+                for filled in fill(coalesce(copies), self._bucket_bytes // DTYPE_BYTES[dtype])
+            ]
+            self._done[key] = blocks, payloads
+        return self._done[key][1]
+
+
+def _local(pieces: Pieces) -> tuple[LocalCopies, ...]:
+    blocks: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    for rank, block in pieces.local:
+        blocks[rank, block.target_rank].append(block)
+    return tuple(
+        LocalCopies(*ranks, dtype, tuple(coalesce(copies)))
+        for ranks, taken in sorted(blocks.items(), key=_ranks)
+        for dtype, copies in _copies(taken, pieces.group_of_rank[ranks[0]])
+    )
+
+
+def _ranks(item: tuple[tuple[int, int], object]) -> tuple[int, int]:
+    return item[0]
+
+
+def _copies(blocks: Iterable[Block], group: int) -> list[tuple[str, list[Copy]]]:
+    """Return the copies from the ranks of a source group, by dtype."""
+    found: dict[str, list[Copy]] = defaultdict(list)
+    for block in blocks:
+        for piece in block.pieces:
+            found[piece.dtype].append(_copy(piece, group))
+    return sorted(found.items(), key=lambda item: item[0])
+
+
+def _copy(piece: Piece, group: int) -> Copy:
+    source, target, box = piece.held[group], piece.target, piece.box
+    ends = (source.param, _start(source, box), target.param, _start(target, box))
+    return Copy(target.tensor, box, *ends, 0, transform_of(target))
+
+
+def _start(shard: Shard, box: Box) -> Index:
+    """Where a part of a shard's box starts in the parameter."""
+    if box.start == shard.box.start:
+        return shard.param_start
+
+    return shifted(shard.param_start, difference(box.start, shard.box.start))
+
+
+def _grouped(buckets: Iterable[tuple[int, BucketSpec]]) -> dict[int, tuple[BucketSpec, ...]]:
+    found: dict[int, list[BucketSpec]] = defaultdict(list)
+    for rank, bucket in buckets:
+        found[rank].append(bucket)
+    return {rank: tuple(of_rank) for rank, of_rank in found.items()}
 
 
 def _copy_row(copy: Copy) -> tuple[object, ...]:
     source, target = (copy.source_param, copy.source_start), (copy.target_param, copy.target_start)
-    return copy.tensor, copy.box.start, copy.box.shape, *source, *target, copy.offset
+    return copy.tensor, copy.box.start, copy.box.shape, *source, *target, copy.offset, copy.transform
 
 
-def _box_key(box: Box) -> tuple[Index, Index]:
-    return box.start, box.shape
+if __name__ == "__main__":
+    import sys
+
+    from engine.plan_command import main
+
+    sys.exit(main())

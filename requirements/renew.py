@@ -56,11 +56,11 @@ def main() -> int:
 
 
 def _asked() -> list[str]:
-    """Return everything that pyproject.toml asks for on a CPU: build, base, and the extras cpu, data, dev."""
+    """Return everything that pyproject.toml asks for on a CPU: build, base, and the extras cpu, data, plot, dev."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     texts = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    texts += [*extras["cpu"], *extras["data"], *extras["dev"]]
+    texts += [*extras["cpu"], *extras["data"], *extras["plot"], *extras["dev"]]
     return [text for text in texts if _name(text) != "asyncrl"]
 
 
