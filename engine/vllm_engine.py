@@ -1,6 +1,7 @@
 """A vLLM engine in this process, stepped by its owner: requests in, finished samples out, weights in place.
 
-The only file that talks to vLLM's engine. It knows nothing of versions, calls or buckets; `engine.generator` does.
+It knows nothing of versions, calls or buckets; `engine.generator` does. A replica of several tensor-parallel ranks is
+`engine.vllm_parallel`'s.
 Import it in a generator's process only: vLLM seeds the process, replaces `torch.set_num_threads` and more.
 """
 
@@ -11,12 +12,18 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import anyio
+
+from engine.layout import TensorSpec
 from engine.types import Sampling
+from engine.vllm_weights import LiveWeights
 
 if TYPE_CHECKING:
-    import torch
+    from engine.inference_engine import WeightReceiver
+    from engine.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +40,11 @@ class EngineSpec:
         gpu_memory_utilization: share of a GPU's memory for weights, activations and cache.
         prefix_caching: share the cache of equal prompt beginnings (whole blocks of them).
         enforce_eager: no compilation and no CUDA graphs. None: True on a CPU, False on a GPU.
-        num_threads: of the kernels on a CPU; None: what the environment says. Samples are bitwise independent of their
-            batch with 1.
-        tp: tensor-parallel size; only 1 for now.
-        seed: of everything that a request's own seed does not decide.
+        num_threads: of the kernels of each rank on a CPU; None: what the environment says. Samples are bitwise
+            independent of their batch with 1.
+        cpus: cores that every thread is bound to; `tp` ranks divide them. None leaves that to the environment.
+        tp: tensor-parallel ranks.
+        seed: of everything that a request's own seed does not decide; the same on all ranks.
     """
 
     model_dir: str
@@ -49,14 +57,12 @@ class EngineSpec:
     prefix_caching: bool = False
     enforce_eager: bool | None = None
     num_threads: int | None = None
+    cpus: tuple[int, ...] | None = None
     tp: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.tp != 1:
-            raise ValueError(f"generator.tp is {self.tp}; one replica uses one device for now, so it must be 1")
-
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -102,35 +108,50 @@ class VllmEngine:
             )
 
         import torch
-        from vllm.v1.engine.core_client import EngineCoreClient
-        from vllm.v1.executor import Executor
 
-        from engine.vllm_cpu import needs_repack, packed_layers, prepare_process
+        from engine.vllm_cpu import prepare_process
 
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         prepare_process()
         config = _engine_args(spec).create_engine_config()
-        self._core = EngineCoreClient.make_client(
-            multiprocess_mode=False,
-            asyncio_mode=False,
-            vllm_config=config,
-            executor_class=Executor.get_class(config),
-            log_stats=False,
-        )
-        self._model: torch.nn.Module = self._core.engine_core.model_executor.driver_worker.get_model()
-        self._packed_layers = packed_layers(self._model) if needs_repack() else {}
+        self._core = self._start_core(config)
         self._vocabulary_size = int(config.model_config.get_vocab_size())
         self._open: dict[str, _OpenRequest] = {}
+
+    def _start_core(self, config: Any) -> Any:  # noqa: ANN401 - vLLM has no types for us
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        core = make_core(config, UniProcExecutor)
+        self._weights = LiveWeights(core.engine_core.model_executor.driver_worker.get_model())
+        return core
 
     @property
     def vocabulary_size(self) -> int:
         """Token ids are in [0, this); vLLM itself does not look, and an id beyond it ends the engine."""
         return self._vocabulary_size
 
-    def params(self) -> dict[str, torch.Tensor]:
-        """Every live parameter by vLLM's name; a tied output head is the embedding and has no name of its own."""
-        return dict(self._model.named_parameters())
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Processes that compute for this one."""
+        return ()
+
+    def param_specs(self) -> tuple[dict[str, TensorSpec], ...]:
+        """The live parameters of every rank, by vLLM's names."""
+        return (self._weights.specs(),)
+
+    def attach(self, plan: Plan, folder: Path, num_slots: int) -> WeightReceiver:
+        """Connect the parameters with the run's shared memory.
+
+        Raises:
+            WeightTransferError: the parameters are not those of the plan.
+        """
+        return self._weights.receiver(plan, 0, folder, num_slots)
+
+    async def died(self) -> str:
+        """Wait until a process of the engine other than this one has ended, and say which. Never, if there is none."""
+        await anyio.sleep_forever()
+        raise AssertionError("unreachable")
 
     def add(
         self,
@@ -196,11 +217,9 @@ class VllmEngine:
         known = [name for name in request_ids if self._open.pop(name, None) is not None]
         self._core.abort_requests(known)
 
-    def repack(self, touched: Iterable[str]) -> int:
-        """Make the kernels compute with the parameters that were just written; the number of layers packed."""
-        from engine.vllm_cpu import repack
-
-        return repack(self._packed_layers, touched)
+    def repack(self, touched: Iterable[str] | None) -> int:
+        """Make the kernels compute with parameters that were just written, None for all; the number of layers."""
+        return self._weights.repack(touched)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prompt beginning: it was computed by older weights.
@@ -216,10 +235,24 @@ class VllmEngine:
         self._core.shutdown()
 
 
+def make_core(config: Any, executor_class: type) -> Any:  # noqa: ANN401 - vLLM has no types for us
+    """Start vLLM's engine core in this process."""
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    return EngineCoreClient.make_client(
+        multiprocess_mode=False,
+        asyncio_mode=False,
+        vllm_config=config,
+        executor_class=executor_class,
+        log_stats=False,
+    )
+
+
 def _engine_args(spec: EngineSpec) -> Any:  # noqa: ANN401 - vLLM has no types for us
     from vllm import EngineArgs
 
     from engine.vllm_cpu import DEFAULT_KV_CACHE_BYTES, needs_repack
+    from engine.vllm_rank import EXTENSION
 
     on_cpu = needs_repack()
     kv_cache_bytes = spec.kv_cache_bytes
@@ -238,7 +271,9 @@ def _engine_args(spec: EngineSpec) -> Any:  # noqa: ANN401 - vLLM has no types f
         enable_prefix_caching=spec.prefix_caching,
         # On a CPU a seeded request whose prompt is cut ends the engine ("CPU Generator does not use offset").
         enable_chunked_prefill=False if on_cpu else None,
-        distributed_executor_backend="uni",
+        tensor_parallel_size=spec.tp,
+        distributed_executor_backend="uni" if spec.tp == 1 else "mp",
+        worker_extension_cls="" if spec.tp == 1 else EXTENSION,
         async_scheduling=False,  # else a step is still under way when `step` returns
         scheduling_policy="priority",
         logprobs_mode="processed_logprobs",

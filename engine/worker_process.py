@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
@@ -47,3 +48,26 @@ def ignore_interrupt() -> None:
 def peak_memory_bytes() -> int:
     """Largest resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_memory_bytes_of(pid: int) -> int:
+    """Largest resident memory of another process so far; 0 if there is no such process any more."""
+    try:
+        status = Path("/proc", str(pid), "status").read_text()
+    except OSError:
+        return 0
+
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found is not None else 0  # a zombie has none
+
+
+def divide_cores(cores: Sequence[int], num_workers: int, num_threads: int) -> tuple[tuple[int, ...], ...]:
+    """Return each worker's cores: its own slice if that has a core for each of its threads, otherwise all of them.
+
+    Example: cores (4, 5, 6) for 3 workers of 1 thread are ((4,), (5,), (6,)); for 2 workers of 2 threads both get all.
+    """
+    share = len(cores) // num_workers
+    if share < num_threads:
+        return (tuple(cores),) * num_workers
+
+    return tuple(tuple(cores[worker * share : (worker + 1) * share]) for worker in range(num_workers))

@@ -13,7 +13,7 @@ class GeneratorSection(Section):
     """The vLLM side: `num_replicas` engines, `tp` ranks each."""
 
     num_replicas: Count = Field(default=1, description="Engines that share the prompts of a step.")
-    tp: Count = Field(default=1, description="Tensor-parallel ranks of one replica (only 1 for now).")
+    tp: Count = Field(default=1, description="Tensor-parallel ranks of one replica.")
     dtype: Dtype = Field(default="float32", description="Type of the weights that are computed with.")
     max_model_len: Count = Field(description="Longest sequence, prompt and response, in tokens.")
     max_new_tokens: Count = Field(description="Longest response in tokens, the end token included.")
@@ -27,7 +27,7 @@ class GeneratorSection(Section):
         default=None,
         description="Memory of one replica's KV cache in MiB; null: 256 on a CPU, 0.9 of a GPU less weights.",
     )
-    threads: Count = Field(default=1, description="Compute threads of each replica (CPU).")
+    threads: Count = Field(default=1, description="Compute threads of each rank (CPU).")
     cpus: Cpus = Field(
         default="auto", description="Cores of all replicas together; auto: apart from the trainer's; none: not pinned."
     )

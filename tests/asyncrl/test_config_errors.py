@@ -87,9 +87,11 @@ ACROSS_FIELDS = {
         "trainer.tp = 4: must divide the model's num_key_value_heads = 2",
     ),
     "trainer.pp=3": "trainer.pp = 3: must divide the model's num_hidden_layers = 2: every stage has as many",
-    "generator.tp=2": (
-        "generator.tp = 2: tensor-parallel generators are not available yet; only 1; more replicas are "
-        "generator.num_replicas"
+    "generator.tp=4": "generator.tp = 4: must divide the model's num_attention_heads = 2",
+    "generator.tp=3": (
+        "generator.tp = 3: must divide the model's num_attention_heads = 2",
+        "generator.tp = 3: must divide the model's intermediate_size = 256",
+        "generator.tp = 3: must divide the model's num_key_value_heads = 2, or be a multiple: ranks then share a head",
     ),
     "generator.max_new_tokens=32": (
         "generator.max_new_tokens = 32: leaves no room for a prompt within generator.max_model_len = 32; raise that"

@@ -62,6 +62,14 @@ LAYOUTS = {
     "dp2-untied": ("trainer.dp=2", "model.fresh.tie_word_embeddings=false"),
     "tp2-pp2-dp2": ("trainer.tp=2", "trainer.pp=2", "trainer.dp=2"),
     "two-replicas": ("generator.num_replicas=2",),
+    "tp2-pp2-to-tp2": ("trainer.tp=2", "trainer.pp=2", "generator.tp=2"),
+    "tp2-pp2-to-tp2-untied": (
+        "trainer.tp=2",
+        "trainer.pp=2",
+        "generator.tp=2",
+        "model.fresh.tie_word_embeddings=false",
+    ),
+    "tp2-pp2-to-two-replicas": ("trainer.tp=2", "trainer.pp=2", "generator.num_replicas=2"),
 }
 IN_DEFAULT_TIER = ("tied", "untied")
 

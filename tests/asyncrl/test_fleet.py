@@ -110,6 +110,9 @@ def test_replicas_have_names_and_seeds_of_their_own() -> None:
         (("trainer.cpus=none",), Machine(cores=(0, 1)), None, (1,)),
         (("generator.cpus=none",), Machine(cores=(0, 1)), ((0,),), None),
         (("schedule.max_staleness=0",), Machine(cores=(0, 1)), ((0, 1),), (0, 1)),
+        (("generator.tp=2", "cluster.devices=3"), Machine(cores=(0, 1, 2, 3)), ((0,),), (1, 2)),
+        # Ranks that share a core wait for each other in vain: all cores, one each.
+        (("generator.tp=2", "cluster.devices=3"), Machine(cores=(0, 1)), ((0,),), (0, 1)),
     ],
 )
 def test_who_is_pinned_where(
