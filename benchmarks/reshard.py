@@ -8,6 +8,7 @@ tensors go the same way by every method, in interleaved rounds of one run, and e
                         pipeline stages, and every inference rank cuts its part out
     gather, p2p         the same with point-to-point sends instead of all_gather
     megatron            megatron.core.resharding over gloo, from Megatron's names to Megatron's names
+    vllm                whole tensors packed, broadcast, and loaded through vLLM's layerwise reload
     memcpy              every inference rank copies as many bytes as it needs from its own memory
 
     python benchmarks/reshard.py                                  # all cases
@@ -77,8 +78,9 @@ def summarize(case: Case, rounds: Sequence[Seconds]) -> dict[str, object]:
     if gathers:
         best = [min(total[way][index] for way in gathers) for index in range(len(rounds))]
         ratios["times faster than the best gather"] = [a / b for a, b in zip(best, total["asyncrl"], strict=True)]
-    if "megatron" in total:
-        ratios["times faster than megatron"] = [a / b for a, b in zip(total["megatron"], total["asyncrl"], strict=True)]
+    for way in ("megatron", "vllm"):
+        if way in total:
+            ratios[f"times faster than {way}"] = [a / b for a, b in zip(total[way], total["asyncrl"], strict=True)]
     for name, values in ratios.items():
         summary[name] = round(statistics.median(values), 3)
         summary[f"{name}, range"] = [round(min(values), 3), round(max(values), 3)]

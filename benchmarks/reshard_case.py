@@ -28,6 +28,26 @@ _DENSE: Mapping[str, Any] = {
 }  # 0.16 G parameters
 
 
+_EXPERTS: Mapping[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "moe_intermediate_size": 512,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 16384,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}  # 0.12 G parameters, 0.1 G of them in experts
+
+
 @dataclass(frozen=True)
 class Case:
     """One way between two layouts. Process r is training rank r and rank r % infer_tp of replica r // infer_tp.
@@ -41,7 +61,7 @@ class Case:
     train: Mapping[str, int]
     infer_tp: int
     num_replicas: int
-    ways: tuple[str, ...] = ("gather", "gather, p2p", "megatron")
+    ways: tuple[str, ...] = ("gather", "gather, p2p", "megatron", "vllm")
     hf_config: Mapping[str, Any] = field(default_factory=lambda: _DENSE)
     dtype: str = "bfloat16"
 
@@ -77,5 +97,13 @@ class Case:
 
 CASES: Mapping[str, Case] = {
     "tp4-tp2x2": Case({"tp": 4, "pp": 1, "dp": 1}, infer_tp=2, num_replicas=2),
+    # Megatron's resharding takes the wrong experts when expert parallelism changes; the vLLM way is for dense models.
+    "ep4-tp2x2": Case(
+        {"tp": 1, "pp": 1, "dp": 4, "ep": 4},
+        infer_tp=2,
+        num_replicas=2,
+        ways=("gather", "gather, p2p"),
+        hf_config=_EXPERTS,
+    ),
     "tp2pp2-tp2": Case({"tp": 2, "pp": 2, "dp": 1}, infer_tp=2, num_replicas=1),
 }

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from reshard_case import Case
 
-from engine.layout import Box, Layout
+from engine.layout import Box, Layout, Shard
 from engine.plan import Plan
 from engine.publisher import Publisher
 from engine.receiver import Receiver
@@ -55,9 +55,7 @@ class World:
         for shard in case.source.shards[rank] if self.is_source else ():  # every holder of a box has the same bits
             seed = derive_seed(0, Purpose.PARAMETER_INIT, shard.tensor, *shard.box.start)
             block = self.sources[shard.param][shard.param_slices]
-            bits = torch.empty(block.shape, dtype=torch.int16)
-            bits.random_(-30000, 30000, generator=torch.Generator().manual_seed(seed))
-            block.copy_(bits.view(block.dtype))
+            block.copy_(torch.randn(block.shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def _params(layout: Layout, rank: int) -> Params:
@@ -145,50 +143,60 @@ class Gather:
     """
 
     def __init__(self, world: World, plan: Plan, targets: Params, target_rank: int, *, point_to_point: bool) -> None:
-        case, tp = world.case, world.case.train["tp"]
-        assert case.source.num_ranks == tp * case.train["pp"], "the gathering baselines know no data parallelism"
+        size = world.case.source.num_ranks // world.case.train["pp"]
         self._world, self._point_to_point = world, point_to_point
-        self._stages = [tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(case.train["pp"])]
+        self._stages = [tuple(range(stage * size, (stage + 1) * size)) for stage in range(world.case.train["pp"])]
+        self._replicated = {
+            (stage, name)
+            for stage, ranks in enumerate(self._stages)
+            for name in world.case.source.params[ranks[0]]
+            if len({_boxes(world.case.source, rank, name) for rank in ranks}) == 1
+        }
         everybody = range(dist.get_world_size())
         self._groups = [dist.new_group(list(stage)) for stage in self._stages]
         self._others = [dist.new_group([stage[0], *(r for r in everybody if r not in stage)]) for stage in self._stages]
-        self._cuts: dict[tuple[int, str], list[tuple[int, tuple[slice, ...], torch.Tensor]]] = {}
+        self._cuts: dict[tuple[int, str], list[tuple[int, tuple[slice | int, ...], torch.Tensor]]] = {}
         for bucket in plan.buckets_of_target(target_rank) if targets else ():
             for copy in bucket.copies:
-                source = Box(copy.source_start, copy.box.shape)
-                target = targets[copy.target_param][Box(copy.target_start, copy.box.shape).slices]
-                key = bucket.source_rank // tp, copy.source_param
-                self._cuts.setdefault(key, []).append((bucket.source_rank, source.slices, target))
+                source = Shard(copy.tensor, copy.box, copy.source_param, copy.source_start)
+                block = Shard(copy.tensor, copy.box, copy.target_param, copy.target_start)
+                target = targets[block.param][block.param_slices]
+                key = bucket.source_rank // size, copy.source_param
+                self._cuts.setdefault(key, []).append((bucket.source_rank, source.param_slices, target))
         self.steps: tuple[Step, ...] = (("gather and cut", self._run),)
 
     @torch.no_grad()
     def _run(self) -> None:
         for stage, ranks in enumerate(self._stages):
             for name, spec in sorted(self._world.case.source.params[ranks[0]].items()):
-                whole = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for _ in ranks]
+                holders = ranks[:1] if (stage, name) in self._replicated else ranks
+                whole = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for _ in holders]
+                if len(holders) == 1 and self._world.rank in ranks:
+                    whole = [self._world.sources[name]]
                 if self._point_to_point:
-                    self._exchange(whole, ranks, name)
+                    self._exchange(whole, holders, ranks, name)
                 else:
                     self._collect(whole, stage, name)
                 for source_rank, slices, target in self._cuts.get((stage, name), ()):
-                    target.copy_(whole[source_rank - ranks[0]][slices])
+                    target.copy_(whole[(source_rank - ranks[0]) % len(holders)][slices])
 
     def _collect(self, whole: list[torch.Tensor], stage: int, name: str) -> None:
         ranks = self._stages[stage]
-        if self._world.rank in ranks:
+        if self._world.rank in ranks and len(whole) > 1:
             dist.all_gather(whole, self._world.sources[name], group=self._groups[stage])
         if len(ranks) < dist.get_world_size() and (self._world.rank == ranks[0] or self._world.rank not in ranks):
             for part in whole:
                 dist.broadcast(part, ranks[0], group=self._others[stage])
 
-    def _exchange(self, whole: list[torch.Tensor], ranks: tuple[int, ...], name: str) -> None:
+    def _exchange(self, whole: list[torch.Tensor], holders: tuple[int, ...], ranks: tuple[int, ...], name: str) -> None:
+        have = ranks if len(holders) == 1 else ()  # whoever holds the whole already
         work = []
-        for part, source in zip(whole, ranks, strict=True):
+        for part, source in zip(whole, holders, strict=True):
             if source == self._world.rank:
                 part.copy_(self._world.sources[name])
-                peers = (peer for peer in range(dist.get_world_size()) if peer != source)
+                peers = (peer for peer in range(dist.get_world_size()) if peer != source and peer not in have)
                 work += [dist.isend(self._world.sources[name], peer) for peer in peers]
-            else:
+            elif self._world.rank not in have:
                 work.append(dist.irecv(part, source))
         for each in work:
             assert each is not None
@@ -196,6 +204,10 @@ class Gather:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _boxes(layout: Layout, rank: int, name: str) -> frozenset[tuple[str, Box]]:
+    return frozenset((shard.tensor, shard.box) for shard in layout.shards[rank] if shard.param == name)
 
 
 class Memcpy:
@@ -254,6 +266,11 @@ def make_way(name: str, world: World) -> Way:
         from reshard_megatron import Megatron
 
         return Megatron(world)
+
+    if name == "vllm":
+        from reshard_vllm import Vllm
+
+        return Vllm(world)
 
     assert name in ("gather", "gather, p2p"), name
     return Gather(world, world.case.plan, world.targets, world.target_rank, point_to_point=name == "gather, p2p")
