@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.layout import Layout
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
+TRAINED_FAMILIES = ("qwen2",)  # the resharding engine has layouts of more than the trainer builds
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHTS_FILE = "model.safetensors"
 _INITIALIZER_RANGE = 0.02  # transformers' default for the family: normal(0, 0.02) weights, zero biases, norms of one
@@ -244,6 +245,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     refused = {
+        "model_type": config.get("model_type") not in TRAINED_FAMILIES,
         "quantization_config": config.get("quantization_config") is not None,
         "use_sliding_window": bool(config.get("use_sliding_window")),
         "hidden_act": config.get("hidden_act", "silu") != "silu",
@@ -251,7 +253,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     }
     for key, is_refused in refused.items():
         if is_refused:
-            value = rope if key == "rope_parameters" else config[key]
+            value = rope if key == "rope_parameters" else config.get(key)
             raise ModelSourceError(
                 f"{file}: {key} = {json.dumps(value)}: not supported, the trainer would not apply it"
             )

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 Index = tuple[int, ...]
 _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
+_Value = TypeVar("_Value")
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element of every dtype that a layout may name (torch's names without the `torch.`)."""
@@ -263,7 +264,8 @@ def _check_tensors(layout: Layout) -> None:
 def _check_rank(layout: Layout, rank: int) -> None:
     """Check one rank: every block fits on both sides, and the blocks of each parameter tile it."""
     where = f"layout {layout.name}, rank {rank}"
-    blocks: dict[str, list[Box]] = {param: [] for param in layout.params[rank]}
+    blocks: dict[str, list[tuple[Index, Index]]] = {param: [] for param in layout.params[rank]}
+    contents: dict[str, list[str]] = {param: [] for param in layout.params[rank]}
     for shard in layout.shards[rank]:
         tensor = layout.tensors.get(shard.tensor)
         if tensor is None:
@@ -272,28 +274,26 @@ def _check_rank(layout: Layout, rank: int) -> None:
         if not _is_inside(shard.box, tensor.shape):
             raise LayoutError(f"{where}: box {shard.box} is not inside {shard.tensor} of shape {tensor.shape}")
 
-        _add_block(layout, rank, blocks, shard.param, shard.param_box, shard.tensor)
+        _param_of(blocks, shard.param, shard.tensor, where).append((shard.param_start, shard.box.shape))
+        contents[shard.param].append(shard.tensor)
 
     for pad in layout.pads[rank]:
-        _add_block(layout, rank, blocks, pad.param, pad.box, "padding")
+        _param_of(blocks, pad.param, "padding", where).append((pad.box.start, pad.box.shape))
+        contents[pad.param].append("padding")
 
-    for param, boxes in blocks.items():
-        _check_tiled(f"{where}: {param}", layout.params[rank][param], boxes)
+    for param, found in blocks.items():
+        problem = _tiling_problem(layout.params[rank][param].shape, tuple(found))
+        if problem is not None:
+            content = "" if problem.block is None else f"{contents[param][problem.block]} at "
+            raise LayoutError(f"{where}: {param}: {content}{problem.text}")
 
 
-def _add_block(layout: Layout, rank: int, blocks: dict[str, list[Box]], param: str, box: Box, content: str) -> None:
-    spec = layout.params[rank].get(param)
-    if spec is None:
-        raise LayoutError(
-            f"layout {layout.name}, rank {rank}: {content} lies in {param}, which this rank does not have"
-        )
+def _param_of(blocks: dict[str, _Value], param: str, content: str, where: str) -> _Value:
+    found = blocks.get(param)
+    if found is None:
+        raise LayoutError(f"{where}: {content} lies in {param}, which this rank does not have")
 
-    if not _is_inside(box, spec.shape):
-        raise LayoutError(
-            f"layout {layout.name}, rank {rank}: {content} at {box} is not inside {param} of shape {spec.shape}"
-        )
-
-    blocks[param].append(box)
+    return found
 
 
 @lru_cache(maxsize=1 << 14)  # layers and experts repeat the same few boxes
@@ -306,21 +306,38 @@ def _is_inside(box: Box, shape: Index) -> bool:
     )
 
 
-def _check_tiled(where: str, spec: TensorSpec, boxes: Iterable[Box]) -> None:
-    """Raise unless the boxes cover the parameter exactly once: none overlaps another and the sizes add up."""
-    ordered = sorted(boxes, key=lambda box: (box.start, box.shape))
-    covered = sum(box.num_elements for box in ordered)
-    if covered != spec.num_elements:
-        raise LayoutError(f"{where}: shards and pads cover {covered} of {spec.num_elements} elements")
+class _Problem(NamedTuple):
+    """Why blocks do not tile a parameter; `block` is the position of the one to blame, if it is one."""
+
+    text: str
+    block: int | None = None
+
+
+@lru_cache(maxsize=1 << 10)  # all layers, and mostly all ranks, have parameters of the same few patterns
+def _tiling_problem(shape: Index, blocks: tuple[tuple[Index, Index], ...]) -> _Problem | None:
+    """Return None if blocks (start, shape without extra leading dims) cover a parameter exactly once."""
+    boxes: list[Box] = []
+    for position, (start, size) in enumerate(blocks):
+        box = Box(start, (1,) * (len(start) - len(size)) + size)
+        if not _is_inside(box, shape):
+            return _Problem(f"{box} is not inside the shape {shape}", position)
+
+        boxes.append(box)
+
+    boxes.sort(key=lambda box: (box.start, box.shape))
+    covered, num_elements = sum(box.num_elements for box in boxes), math.prod(shape)
+    if covered != num_elements:
+        return _Problem(f"shards and pads cover {covered} of {num_elements} elements")
 
     # Neighbours in row order are compared first (nearly always enough to be sure: they follow one another in dim 0).
-    if all(first.stop[:1] <= second.start[:1] for first, second in pairwise(ordered)):
-        return
+    if all(first.stop[:1] <= second.start[:1] for first, second in pairwise(boxes)):
+        return None
 
-    for position, first in enumerate(ordered):
-        for second in ordered[position + 1 :]:
+    for position, first in enumerate(boxes):
+        for second in boxes[position + 1 :]:
             if second.start[:1] >= first.stop[:1]:
                 break
 
             if first.intersect(second) is not None:
-                raise LayoutError(f"{where}: {first} and {second} overlap")
+                return _Problem(f"{first} and {second} overlap")
+    return None

@@ -178,6 +178,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         r"config.json: architectures = \['LlamaForCausalLM'\]: only Qwen2ForCausalLM for now$",
     ),
     "no architecture": (config(architectures=None), r"architectures = None: only Qwen2ForCausalLM for now$"),
+    "family": (config(model_type="qwen3"), r'model_type = "qwen3": not supported, the trainer would not apply it$'),
     "size": (config(vocab_size="64"), r"config.json: vocab_size = 64: must be a whole number >= 1$"),
     "rope": (
         config(rope_scaling={"type": "yarn", "factor": 4.0}),
