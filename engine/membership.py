@@ -80,7 +80,14 @@ class MembershipBoard:
         self._store.set(f"reports/{epoch}/{version}/{place}", json.dumps(asdict(outcome)))
 
     def collect(
-        self, epoch: int, version: int, members: Iterable[str], *, timeout_s: float, grace_s: float = 1.0
+        self,
+        epoch: int,
+        version: int,
+        members: Iterable[str],
+        *,
+        timeout_s: float,
+        suspected: Iterable[str] = (),
+        grace_s: float = 1.0,
     ) -> dict[str, Outcome]:
         """Coordinator: take the members' reports; whoever did not report is missing in the answer.
 
@@ -88,9 +95,10 @@ class MembershipBoard:
             epoch, version: which transfer.
             members: who was to take part.
             timeout_s: longest wait for all of them.
-            grace_s: wait for the rest once all others have reported and named each of them lost.
+            suspected: whom the training ranks lost (`TransportError.peer`).
+            grace_s: wait for the rest once every one of them is suspected, or was named lost by one who reported.
         """
-        waiting, named = set(members), set[str]()
+        waiting, named = set(members), set(suspected)
         found: dict[str, Outcome] = {}
         deadline = Deadline(timeout_s)
         while waiting and deadline.remaining_s > 0:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from engine.plan import Plan
-from engine.segments import BucketHeader, BucketState, SegmentReader, WeightTransferError, digest_of
+from engine.segments import SegmentReader, WeightTransferError, digest_of
+from engine.transport import check_header, sealed_header
 from engine.types import Manifest, WeightVersion
 from engine.views import BucketRuns, Chunks, LiveParams, memory_tensor
 
@@ -195,18 +195,7 @@ class Receiver:
         reader = self._readers[bucket.source_rank]
         reader.check_size()
         found = reader.header(bucket.id, manifest.slot)
-        digest = manifest.digests[bucket.id]
-        names = self._plan_hash, manifest.epoch, manifest.written_version, bucket.id, bucket.num_bytes, digest
-        wanted = BucketHeader(BucketState.SEALED, *names)
-        if found == wanted:
-            return
-
-        differing = [
-            f"{field.name} is {getattr(found, field.name)!s}, want {getattr(wanted, field.name)!s}"
-            for field in fields(BucketHeader)
-            if getattr(found, field.name) != getattr(wanted, field.name)
-        ]
-        raise WeightTransferError(f"{_place(runs, manifest)}: {'; '.join(differing)}")
+        check_header(found, sealed_header(manifest, bucket), _place(runs, manifest))
 
     def _check_digest(self, runs: BucketRuns, manifest: Manifest) -> None:
         """Raise unless the payload hashes to what the manifest says."""

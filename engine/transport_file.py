@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -44,6 +45,7 @@ from engine.types import Manifest, WeightVersion
 
 _MANIFEST = re.compile(r"epoch-(\d+)-version-(\d+)\.json")
 _BYTES = re.compile(r"epoch-\d+-written-\d+")
+_PARTIAL = ".partial"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -72,6 +74,7 @@ class FileSender:
             os.mkdir(_bytes_folder(manifest), 0o700, dir_fd=root)
         folder = self._folder / _bytes_folder(manifest)
         if _size(folder, self._map.file_name) is not None:
+            self._check_written(folder / self._map.file_name, manifest)
             return 0
 
         with _new_file(folder, self._map.file_name) as file:
@@ -82,6 +85,12 @@ class FileSender:
 
     def close(self) -> None:
         """Nothing to give up: files stay until `remove_version`."""
+
+    def _check_written(self, path: Path, manifest: Manifest) -> None:
+        """Raise TransportError if the file is of another run: one that died before its commit, and was not swept."""
+        with _old_file(path) as file:
+            for bucket in self._bucket_specs:
+                _check_header(file, self._map, manifest, bucket, f"{path}, bucket {bucket.id}")
 
     def _write_bucket(self, file: int, manifest: Manifest, bucket: BucketSpec, deadline: Deadline) -> None:
         where = place(manifest, bucket, f"file of source rank {bucket.source_rank}")
@@ -112,18 +121,12 @@ class FileReceiver:
         segment = self._maps[bucket.source_rank]
         path = self._folder / _bytes_folder(manifest) / segment.file_name
         verifier = Verifier(manifest, bucket, out, str(path))
-        wanted = sealed_header(manifest, bucket)
         with _old_file(path) as file:
             size = os.fstat(file).st_size
             if size != segment.num_bytes:
                 raise TransportError(f"{verifier.where}: the file has {size} bytes, want {segment.num_bytes}")
 
-            raw = os.pread(file, len(wanted.pack()), segment.header(bucket_id, slot=0))
-            try:
-                check_header(BucketHeader.unpack(raw), wanted, verifier.where)
-            except WeightTransferError as error:
-                raise TransportError(f"{verifier.where}: {error}") from error
-
+            _check_header(file, segment, manifest, bucket, verifier.where)
             first = segment.payload(bucket_id, slot=0).start
             for start, end in verifier.chunks():
                 deadline.check(verifier.where)
@@ -202,7 +205,11 @@ def sweep_uncommitted(folder: Path) -> list[str]:
     """
     named = _named_bytes(folder)
     with private_folder(folder) as root:
-        left = sorted(name for name in os.listdir(root) if _BYTES.fullmatch(name) and name not in named)
+        names = os.listdir(root)
+        for name in names:
+            if name.endswith(_PARTIAL):
+                os.unlink(name, dir_fd=root)
+    left = sorted(name for name in names if _BYTES.fullmatch(name) and name not in named)
     for name in left:
         shutil.rmtree(folder / name)
     return left
@@ -228,6 +235,17 @@ def _manifest(fields: Mapping[str, Any]) -> Manifest:
         slot=int(fields["slot"]),
         digests={int(bucket): str(digest) for bucket, digest in fields["digests"].items()},
     )
+
+
+def _check_header(file: int, segment: SegmentMap, manifest: Manifest, bucket: BucketSpec, where: str) -> None:
+    wanted = sealed_header(manifest, bucket)
+    raw = os.pread(file, len(wanted.pack()), segment.header(bucket.id, slot=0))
+    try:
+        found = BucketHeader.unpack(raw)
+    except (WeightTransferError, struct.error) as error:
+        raise TransportError(f"{where}: {error}") from error
+
+    check_header(found, wanted, where)
 
 
 def _bytes_folder(manifest: Manifest) -> str:
@@ -272,7 +290,7 @@ def _old_file(path: Path) -> Iterator[int]:
 @contextmanager
 def _new_file(folder: Path, name: str) -> Iterator[int]:
     """Make a file that appears under its name when it is whole, and not at all after an error."""
-    partial = f".{name}.{secrets.token_hex(8)}.partial"
+    partial = f".{name}.{secrets.token_hex(8)}{_PARTIAL}"
     with private_folder(folder) as folder_fd:
         file = os.open(partial, _NEW, 0o600, dir_fd=folder_fd)
         try:

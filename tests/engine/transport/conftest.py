@@ -39,6 +39,7 @@ class Peer:
     def __init__(self, world: World, meet: Rendezvous, **spec: object) -> None:
         sizes = {name: getattr(world, name) for name in ("config", "tp", "target_tp", "bucket_bytes")}
         defaults = {"role": "receiver", "rank": 0, "relay": False, "num_epochs": 1, "pause_after": 0, "timeout_s": 10}
+        defaults |= {"backend": "gloo", "device": None}
         fixed = {"address": meet.address, "folder": str(world.folder), "chunk_bytes": CHUNK_BYTES}
         self._events, events = _CONTEXT.Pipe(duplex=False)
         names = {"SPEC": sizes | defaults | fixed | spec, "EVENTS": events}

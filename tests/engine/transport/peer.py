@@ -94,7 +94,8 @@ def run_receiver(spec: dict[str, Any], meet: Rendezvous) -> None:
         else:
             sources = plan.source.num_ranks
             group = GroupSpec.between("trainer", sources, replica, plan.target.num_ranks, epoch=epoch)
-            receiver = PointToPointReceiver(plan, rank, Communicator(meet, group, sources + rank, timeout_s=60))
+            joined = Communicator(meet, group, sources + rank, timeout_s=60, backend=spec["backend"])
+            receiver = PointToPointReceiver(plan, rank, joined)
         error, digest = None, None
         try:
             digest = receive(receiver, manifest_of(meet, epoch + 1), spec["timeout_s"])
@@ -124,6 +125,8 @@ def main() -> None:
     spec = SPEC
     transport.CHUNK_BYTES = spec["chunk_bytes"]
     meet = Rendezvous.join(spec["address"])
+    if spec["device"] is not None:
+        torch.cuda.set_device(spec["device"])
     if spec["role"] == "sender":
         run_sender(spec, meet)
     else:

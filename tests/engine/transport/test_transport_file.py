@@ -129,6 +129,12 @@ def test_a_sender_that_dies_leaves_no_version(world: World, folder: Path) -> Non
     with pytest.raises(TransportError, match=r"version 1 in .*: source-00001.buckets has None bytes, want \d+"):
         commit_version(world.plan, folder, manifest)
     assert newest_version(folder) is None
+
+    world.train(seed=7)
+    other = world.write(1, slot=0)  # the run that comes after it makes other bits of the same version
+    with pytest.raises(TransportError, match=r"source-00000.buckets, bucket 0: digest is [0-9a-f]{32}, want"):
+        FileSender(world.plan, 0, folder, sealed(world)).send(other, timeout_s=5)
+    (folder / ".epoch-0-version-1.json.00.partial").touch()
     assert sweep_uncommitted(folder) == ["epoch-0-written-1"]
     assert list(folder.iterdir()) == []
 

@@ -28,10 +28,12 @@ Put = Callable[[Manifest], None]
 Digest = Callable[[World, Manifest, int], str]
 
 
-def group(meet: Rendezvous, plan: Plan, rank: int, replica: str = "generator-0", epoch: int = 0) -> Communicator:
+def group(
+    meet: Rendezvous, plan: Plan, rank: int, replica: str = "generator-0", epoch: int = 0, backend: str = "gloo"
+) -> Communicator:
     """Join the group of the trainer and a replica."""
-    sizes = plan.source.num_ranks, replica, plan.target.num_ranks
-    return Communicator(meet, GroupSpec.between("trainer", *sizes, epoch=epoch), rank, timeout_s=60)
+    spec = GroupSpec.between("trainer", plan.source.num_ranks, replica, plan.target.num_ranks, epoch=epoch)
+    return Communicator(meet, spec, rank, timeout_s=60, backend=backend)
 
 
 def buckets_of(world: World) -> SharedMemoryBuckets:
@@ -253,3 +255,35 @@ def test_buckets_out_of_order_are_named(make_world: MakeWorld, meet: Rendezvous)
         with pytest.raises(TransportError, match="bucket_id is 0, want 1"):
             receiver.fetch(manifest, 1, out, timeout_s=5)
         assert isinstance(sending.exception(), TransportError)
+
+
+@pytest.mark.gpu(reason="NCCL moves the memory of devices, one a process")
+@pytest.mark.parametrize("number", [None, signal.SIGKILL, signal.SIGSTOP])
+def test_nccl_delivers_or_fails_within_the_timeout(
+    make_world: MakeWorld,
+    make_peer: MakePeer,
+    meet: Rendezvous,
+    put_manifest: Put,
+    digest: Digest,
+    number: signal.Signals | None,
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL refuses two ranks on one device")
+
+    world = make_world(bucket_bytes=1000)
+    manifest = world.write(1, slot=0)
+    put_manifest(manifest)
+    MembershipBoard(meet).announce(Membership(epoch=0, replicas=("generator-0",)))
+    peer = make_peer(world, replica="generator-0", backend="nccl", device=1, pause_after=5 if number else 0)
+    sender = PointToPointSender(world.plan, 0, group(meet, world.plan, 0, backend="nccl"), buckets_of(world))
+    if number is None:
+        assert sender.send(manifest, timeout_s=30) == world.plan.num_bytes
+        assert peer.event()["digest"] == digest(world, manifest, 0)
+        return
+
+    signalled = peer.signal_when_paused(number)
+    start = time.monotonic()
+    with pytest.raises(TransportError, match=r"version 1, bucket \d+ to generator-0 rank 0: "):
+        sender.send(manifest, timeout_s=10)
+    assert time.monotonic() - start < 20
+    signalled.join()

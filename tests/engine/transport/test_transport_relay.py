@@ -5,16 +5,18 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from engine.membership import Membership, MembershipBoard, Outcome
 from engine.relay import Meeting, links, open_relay_sender
 from engine.transport import TransportError
 from engine.transport_group import Rendezvous
 from engine.transport_memory import SharedMemoryBuckets
-from engine.transport_p2p import PointToPointSender
+from engine.transport_p2p import PointToPointSender, transfer_order
 from engine.types import Manifest
 
 World = Any  # conftest's
@@ -52,13 +54,13 @@ class Chain:
         self.put(manifest)
         return manifest
 
-    def send(self, members: Membership, manifest: Manifest, *, timeout_s: float = 15) -> int:
+    def send(self, members: Membership, manifest: Manifest, *, buckets: object = None) -> int:
         """Announce the epoch and send a version."""
         self.board.announce(members)
-        buckets = SharedMemoryBuckets(self.world.plan, self.world.folder, self.world.num_slots)
+        sealed: Any = SharedMemoryBuckets(self.world.plan, self.world.folder, self.world.num_slots)
         meeting = Meeting(rendezvous=self.meet, timeout_s=60)
-        self.senders.append(open_relay_sender(self.world.plan, 0, members, meeting, buckets))
-        return self.senders[-1].send(manifest, timeout_s=timeout_s)
+        self.senders.append(open_relay_sender(self.world.plan, 0, members, meeting, buckets or sealed))
+        return self.senders[-1].send(manifest, timeout_s=15)
 
 
 @pytest.fixture
@@ -128,6 +130,37 @@ def test_replicas_before_a_lost_one_end_their_version(chain: Chain, digest: Dige
     assert reports == {"generator-0 rank 0": Outcome(member="generator-0 rank 0", lost="generator-1 rank 0")}
 
 
+def test_every_rank_relays_to_the_same_rank_of_the_next_replica(
+    make_world: MakeWorld,
+    make_peer: MakePeer,
+    meet: Rendezvous,
+    board: MembershipBoard,
+    put_manifest: Put,
+    digest: Digest,
+) -> None:
+    """Two training ranks, two replicas of two ranks: each training rank sends its part once."""
+    world = make_world(tp=2, target_tp=2, bucket_bytes=1000)
+    manifest = world.write(1, slot=0)
+    put_manifest(manifest)
+    members = Membership(epoch=0, replicas=REPLICAS)
+    board.announce(members)
+    peers = [
+        (rank, make_peer(world, replica=replica, rank=rank, relay=True, stall_s=STALL_S))
+        for replica in REPLICAS
+        for rank in range(2)
+    ]
+
+    def send(rank: int) -> int:
+        sealed = SharedMemoryBuckets(world.plan, world.folder, world.num_slots)
+        meeting = Meeting(rendezvous=meet, timeout_s=60)
+        return open_relay_sender(world.plan, rank, members, meeting, sealed).send(manifest, timeout_s=15)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(send, range(2))) == [world.plan.source_bytes(rank) for rank in range(2)]
+    for rank, peer in peers:
+        assert peer.event()["digest"] == digest(world, manifest, rank)
+
+
 def test_links_join_neighbours(make_world: MakeWorld) -> None:
     plan = make_world(dp=2, target_tp=2).plan
     found = links(plan, Membership(epoch=3, replicas=REPLICAS))
@@ -148,7 +181,73 @@ def test_the_board_waits_no_longer_than_said(board: MembershipBoard) -> None:
         board.await_epoch(7, timeout_s=0.2)
     assert board.collect(0, 1, ["a rank 0"], timeout_s=0.2) == {}
 
+    start = time.monotonic()
+    board.report(0, 2, Outcome(member="a rank 1"))
+    found = board.collect(0, 2, ["a rank 0", "a rank 1"], timeout_s=60, suspected=["a rank 0"], grace_s=0.1)
+    assert list(found) == ["a rank 1"]
+    assert time.monotonic() - start < 30
+
 
 def test_membership_keeps_the_order() -> None:
     members = Membership(epoch=0, replicas=("a", "b", "c"))
     assert members.without(["b"]).joined_by("d") == Membership(epoch=2, replicas=("a", "c", "d"))
+
+
+def test_a_chain_of_three_closes_the_gap_in_its_middle(chain: Chain, digest: Digest) -> None:
+    """Four processes, the second replica is killed. The first is whole and the third knows at once; the next epoch's
+    chain joins the two."""
+    names = ("generator-0", "generator-1", "generator-2")
+    members = Membership(epoch=0, replicas=names)
+    for name in names:
+        chain.start(name, num_epochs=2, timeout_s=30, pause_after=9 if name == "generator-1" else 0)
+    first = chain.write(1)
+    killed = chain.peers["generator-1"].signal_when_paused(signal.SIGKILL)
+    assert chain.send(members, first) == chain.world.plan.num_bytes
+    killed.join()
+
+    reports = chain.board.collect(0, 1, [f"{name} rank 0" for name in names], timeout_s=20, grace_s=0.2)
+    assert {member: outcome.lost for member, outcome in reports.items()} == {
+        "generator-0 rank 0": "generator-1 rank 0",
+        "generator-2 rank 0": "generator-1 rank 0",
+    }
+    whole, broken = chain.peers["generator-0"].event(), chain.peers["generator-2"].event()
+    assert whole["digest"] == digest(chain.world, first, 0)
+    assert "from generator-1 rank 0" in broken["error"]
+
+    second = chain.write(2)
+    assert chain.send(members.without(["generator-1"]), second) == chain.world.plan.num_bytes
+    for name in ("generator-0", "generator-2"):
+        assert chain.peers[name].event()["digest"] == digest(chain.world, second, 0)
+
+
+class Flipped:
+    """Sealed buckets, one with a flipped bit."""
+
+    def __init__(self, world: World, bucket_id: int) -> None:
+        self._buckets = SharedMemoryBuckets(world.plan, world.folder, world.num_slots)
+        self._bucket_id = bucket_id
+
+    def payload(self, manifest: Manifest, bucket_id: int) -> torch.Tensor:
+        payload = self._buckets.payload(manifest, bucket_id).clone()
+        payload[0] ^= bucket_id == self._bucket_id
+        return payload
+
+
+def test_every_hop_finds_a_flipped_bit_and_nobody_is_lost(chain: Chain, digest: Digest) -> None:
+    for replica in REPLICAS:
+        chain.start(replica, num_epochs=2)
+    first = chain.write(1)
+    last = transfer_order(chain.world.plan)[-1].id
+    members = Membership(epoch=0, replicas=REPLICAS)
+    chain.send(members, first, buckets=Flipped(chain.world, last))
+    reports = chain.board.collect(0, 1, [f"{name} rank 0" for name in REPLICAS], timeout_s=20)
+    for name in REPLICAS:
+        assert f"version 1, bucket {last} of source rank 0" in chain.peers[name].event()["error"]
+        outcome = reports[f"{name} rank 0"]
+        assert outcome.lost is None
+        assert "the payload hashes to" in str(outcome.error)
+
+    second = chain.write(2)
+    chain.send(members.without([]), second)
+    for name in REPLICAS:
+        assert chain.peers[name].event()["digest"] == digest(chain.world, second, 0)
