@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import add, sub
 
 from engine.layout import DTYPE_BYTES, Box, Index
 from engine.transforms import IDENTITY
@@ -35,11 +36,15 @@ class Copy:
 
     def part(self, shift: Index, shape: Index) -> Copy:
         """The copy of a block of this one: `shift` from its start, `shape` large."""
-        return replace(
-            self,
-            box=Box(shifted(self.box.start, shift), shape),
-            source_start=shifted(self.source_start, shift),
-            target_start=shifted(self.target_start, shift),
+        return Copy(
+            self.tensor,
+            Box(shifted(self.box.start, shift), shape),
+            self.source_param,
+            shifted(self.source_start, shift),
+            self.target_param,
+            shifted(self.target_start, shift),
+            self.offset,
+            self.transform,
         )
 
     def at(self, offset: int) -> Copy:
@@ -283,12 +288,12 @@ def _joined(first: Box, second: Box) -> Box | None:
 def shifted(start: Index, shift: Index) -> Index:
     """Add `shift` to the last dims of `start`."""
     leading = len(start) - len(shift)
-    return (*start[:leading], *(a + b for a, b in zip(start[leading:], shift, strict=True)))
+    return (*start[:leading], *map(add, start[leading:], shift)) if leading else tuple(map(add, start, shift))
 
 
 def difference(first: Index, second: Index) -> Index:
     """Subtract dim by dim."""
-    return tuple(a - b for a, b in zip(first, second, strict=True))
+    return tuple(map(sub, first, second))
 
 
 def _with(values: Index, dim: int, value: int) -> Index:

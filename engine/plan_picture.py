@@ -41,13 +41,7 @@ def draw(plan: Plan, figures: PlanFigures, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
-        LayoutError: the ending is neither .svg nor .png.
     """
-    from engine.layout import LayoutError
-
-    if path.suffix not in {".svg", ".png"}:
-        raise LayoutError(f"--picture: {path} must end in .svg or .png")
-
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -6,8 +6,13 @@ what is counted element by element, and the best balance is Hall's bound over al
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +28,8 @@ from engine.layout import DTYPE_BYTES, Layout
 from engine.placement import Placement, repeated
 from engine.plan import Plan, make_plan
 from engine.plan_command import read_model
+
+ROOT = Path(__file__).parents[2]
 
 Held = list[dict[str, np.ndarray]]
 """By rank: parameter -> values."""
@@ -216,6 +223,47 @@ def test_bytes_and_balance_are_at_their_bounds(case: Case) -> None:
     assert figures.best_busiest == best
     element = 4 * max((sum(rank in holders for holders in together) for rank in ranks), default=0)
     assert max(figures.sent) <= 1.05 * best + element  # an element is not cut: it counts in models this small
+
+
+def turned_round(layout: Layout) -> Layout:
+    """The same layout with every dict and list in the opposite order, and no object shared between ranks."""
+    return Layout(
+        "the name is for messages only",
+        dict(reversed(layout.tensors.items())),
+        tuple(dict(reversed(rank.items())) for rank in layout.params),
+        tuple(tuple(reversed(rank)) for rank in layout.shards),
+        tuple(tuple(reversed(rank)) for rank in layout.pads),
+        dict(reversed(layout.tied.items())),
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=cases())
+def test_hash_is_the_same_whatever_the_order_of_dicts(case: Case) -> None:
+    plan, other = (
+        make_plan(source, target, bucket_bytes=512, placement=case.placement)
+        for source, target in ((case.source, case.target), (turned_round(case.source), turned_round(case.target)))
+    )
+    assert (other.buckets, other.local) == (plan.buckets, plan.local)
+    assert other.hash == plan.hash
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_hash_is_the_same_in_every_process(tmp_path: Path, *, colocated: bool) -> None:
+    """A mixture of experts, on ranks that share their boxes, in three processes with hash seeds of their own."""
+    config = read_model("Qwen3-235B-A22B") | {"num_hidden_layers": 2, "num_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "engine.plan", "--model", str(tmp_path), "--quiet", "--json"]
+    command += ["--train", "tp=2,pp=2,dp=4,ep=4,etp=1", "--infer", "tp=4,ep=on", *["--colocated"] * colocated]
+    hashes = {
+        json.loads(
+            subprocess.run(
+                command, env=os.environ | {"PYTHONHASHSEED": seed}, cwd=ROOT, capture_output=True, text=True, check=True
+            ).stdout
+        )["plan_hash"]
+        for seed in ("0", "1", "2")
+    }
+    assert len(hashes) == 1
 
 
 MAPPINGS = {
