@@ -23,13 +23,14 @@ import anyio
 from engine.generate_call import GeneratorError
 from engine.inference_engine import InferenceEngine
 from engine.layout import TensorSpec
+from engine.shared_folder import WeightTransferError
 from engine.types import Manifest
 from engine.vllm_engine import EngineSpec, FinishedSample, VllmEngine, make_core
+from engine.vllm_rank import METHOD, Answer, children_die_with_us, unname_queues, watch_queues
 from engine.worker_process import divide_cores
 
 if TYPE_CHECKING:
     from engine.plan import Plan
-    from engine.vllm_rank import Answer
 
 
 class RankDied(GeneratorError):
@@ -58,6 +59,7 @@ class ParallelVllmEngine(VllmEngine):
             started.callback(super().close)
             cpus = divide_cores(spec.cpus, spec.tp, spec.num_threads or 1) if spec.cpus is not None else None
             self._pids: tuple[int, ...] = tuple(self._ranks.call("place", cpus))
+            unname_queues()
             self._resources = started.pop_all()
 
     @property
@@ -92,13 +94,15 @@ class ParallelVllmEngine(VllmEngine):
 
         if needs_repack():
             fork_workers()
+        watch_queues()
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")  # a replica is on one machine
         # vLLM's sockets and its rendezvous file, which it leaves behind, go where nobody else can look.
         os.environ["VLLM_RPC_BASE_PATH"] = self._folder
         before, tempfile.tempdir = tempfile.tempdir, self._folder
         try:
-            return make_core(config, self._ranks.executor_class())
+            with children_die_with_us():
+                return make_core(config, self._ranks.executor_class())
         finally:
             tempfile.tempdir = before
 
@@ -143,7 +147,7 @@ class ParallelReceiver:
         """
         before, self._poisoned = self._poisoned, True
         answers = self._ranks.ask("apply", manifest)
-        if all(answer.error and not answer.poisoned for answer in answers):
+        if all(answer.error is not None and not answer.poisoned for answer in answers):
             self._poisoned = before  # nobody has written a byte
         self._ranks.raise_first(answers)
         self._poisoned = False
@@ -196,8 +200,6 @@ class _Ranks:
         Raises:
             RankDied: one has died, before or meanwhile.
         """
-        from engine.vllm_rank import METHOD
-
         self.raise_if_died(None)
         try:
             answers: list[Answer] = self._executor.collective_rpc(METHOD, args=(method, *args))
@@ -209,12 +211,10 @@ class _Ranks:
 
     def raise_first(self, answers: Sequence[Answer]) -> None:
         """Raise what the first rank that failed raised, as far as this process knows the class."""
-        from engine.segments import WeightTransferError
-
         for rank, answer in enumerate(answers):
-            if answer.kind:
+            if answer.error is not None:
                 where = f"tensor-parallel rank {rank} of {self.num_ranks}"
-                if answer.kind == "WeightTransferError":
+                if answer.kind == WeightTransferError.__name__:
                     raise WeightTransferError(f"{where}: {answer.error}")
 
                 raise RuntimeError(f"{where}: {answer.kind}: {answer.error}")

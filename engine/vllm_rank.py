@@ -10,12 +10,15 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.layout import TensorSpec
+from engine.shared_folder import WeightTransferError
 from engine.types import Manifest
 from engine.vllm_weights import LiveWeights
 from engine.worker_process import ignore_interrupt, pin_threads
@@ -31,6 +34,10 @@ METHOD = "asyncrl_call"
 
 _PR_SET_PDEATHSIG = 1
 _SHARED_MEMORY = Path("/dev/shm")
+_WATCHED = "asyncrl_watches_queues"
+_hooked: list[bool] = []
+_forking: int | None = None  # the process whose forked children are to die with it
+_queues: list[tuple[int, Any]] = []  # process that made it, weak reference: a forked worker has its parent's list too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +46,13 @@ class Answer:
 
     Attributes:
         value: the method's, None if it raised.
-        error: what it raised, "" if it did not: the message.
-        kind: the error's class name.
+        error: what it raised, None if it did not: the message.
+        kind: the error's class name; "WeightTransferError" for its kinds too.
         poisoned: whether the rank's parameters are of two versions.
     """
 
     value: Any = None
-    error: str = ""
+    error: str | None = None
     kind: str = ""
     poisoned: bool = False
 
@@ -70,13 +77,13 @@ class RankWeights:
     def place(self, cpus: tuple[tuple[int, ...], ...] | None) -> int:
         """Bind this process to its cores, entry `rank`; leave Ctrl-C to the driver; say who it is: its process id.
 
-        Also take away the names of the shared memory in which vLLM's CPU ranks add up: all have mapped it, and vLLM
-        never removes it.
+        Also take away the names of vLLM's shared memory, which all have mapped by now.
         """
         ignore_interrupt()
+        unname_queues()
         group = os.environ.get("VLLM_DIST_IDENT")
         if group is not None:
-            for path in _SHARED_MEMORY.glob(f"{group}-*"):
+            for path in _SHARED_MEMORY.glob(f"{group}-*"):  # in which CPU ranks add up; vLLM never removes it
                 path.unlink(missing_ok=True)
         if cpus is not None:
             pin_threads(cpus[self._rank])
@@ -132,28 +139,88 @@ class WorkerExtension:
         try:
             return Answer(value=getattr(weights, method)(*args), poisoned=weights.poisoned)
         except Exception as error:  # noqa: BLE001 - handed on as it is
-            return Answer(error=str(error), kind=type(error).__name__, poisoned=weights.poisoned)
+            kind = (WeightTransferError if isinstance(error, WeightTransferError) else type(error)).__name__
+            return Answer(error=str(error), kind=kind, poisoned=weights.poisoned)
 
 
-def die_with_parent() -> None:
+def watch_queues() -> None:
+    """Have `unname_queues` know the shared memory that vLLM's message queues create from now on; safe to call again.
+
+    Source: `vllm.distributed.device_communicators.shm_broadcast.ShmRingBuffer`, whose creator removes it when it ends
+    in good order; after a kill Python's resource tracker would, unless it is killed too, as Ray does it.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+
+    create = ShmRingBuffer.__init__
+    if getattr(create, _WATCHED, False):
+        return
+
+    def create_and_remember(buffer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        create(buffer, *args, **kwargs)
+        _queues.append((os.getpid(), weakref.ref(buffer)))
+
+    setattr(create_and_remember, _WATCHED, True)
+    ShmRingBuffer.__init__ = create_and_remember
+
+
+def unname_queues() -> None:
+    """Take away the names of this process's queues, which everybody has mapped: nothing is left, whoever is killed."""
+    for pid, reference in _queues:
+        buffer = reference()
+        if pid == os.getpid() and buffer is not None and buffer.is_creator:
+            buffer.shared_memory.unlink()
+            buffer.is_creator = False  # it would unlink once more
+    _queues.clear()
+
+
+@contextmanager
+def children_die_with_us() -> Iterator[None]:
+    """Have every process that is forked within the block end with this one. A spawned worker sees to it by itself."""
+    global _forking
+    if not _hooked:
+        os.register_at_fork(after_in_child=_after_fork)
+        _hooked.append(True)
+    _forking = os.getpid()
+    try:
+        yield
+    finally:
+        _forking = None
+
+
+def die_with(parent: int) -> None:
     """Have the kernel end this process with the thread that started it, however that ended.
 
-    vLLM's own pipe to its parent is watched only once the model is loaded, and not while a rank computes.
+    vLLM's own pipe to its parent is watched only once the model is loaded.
+
+    Args:
+        parent: process id of the parent.
 
     Raises:
         OSError: this system has no such thing.
     """
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "not a child process"
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
-    if os.getppid() != parent.pid:  # it ended before the kernel was told
+    if os.getppid() != parent:  # it ended before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-if multiprocessing.parent_process() is not None:  # in a worker, before it makes the model; a forked one has it anyway
+def _after_fork() -> None:
+    global _forking
+    parent, _forking = _forking, None
+    if parent is not None:
+        die_with(parent)
+
+
+def _in_spawned_worker() -> None:
+    """What a forked worker inherits, before vLLM makes the model."""
     from engine.vllm_cpu import prepare_process
 
-    die_with_parent()
-    prepare_process()
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with(parent.pid)
+        prepare_process()
+        watch_queues()
+
+
+_in_spawned_worker()  # vLLM imports this module in the worker; elsewhere this does nothing

@@ -180,11 +180,10 @@ async def serving(cluster: Cluster, publication: Publication, **spec: Any) -> As
     try:
         yield replica
     finally:
-        if replica.dies:
-            worker.kill()
-        else:
+        if not replica.dies:
             await replica.call("stop")
             await replica.pump
+        worker.kill()
         publication.close()
 
 
