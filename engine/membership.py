@@ -104,11 +104,13 @@ class MembershipBoard:
         while waiting and deadline.remaining_s > 0:
             if waiting <= named and deadline.remaining_s > grace_s:
                 deadline = Deadline(grace_s)
+            key = f"reports/{epoch}/{version}/{len(found) + 1}"
             try:
-                raw = self._get(f"reports/{epoch}/{version}/{len(found) + 1}", deadline.remaining_s)
+                raw = self._get(key, deadline.remaining_s)
             except TransportError:
                 break
 
+            self._store.delete_key(key)  # a long run makes many versions
             outcome = Outcome(**json.loads(raw))
             found[outcome.member] = outcome
             waiting.discard(outcome.member)

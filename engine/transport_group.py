@@ -9,7 +9,8 @@ What was measured with gloo of torch 2.13 and is relied on here:
   replica: a slow replica costs its own group and no other.
 - a killed peer resets its connections: waits on it raise within milliseconds.
 - `ProcessGroupGloo.abort()` does not wake a thread that waits for `send` or `recv`; the wait's own deadline does.
-  Dropping the group closes its connections, which wakes the peers.
+  Dropping the group and every `Work` of it closes its connections, which wakes the peers. One `Work` in the traceback
+  of an error that somebody keeps would be enough to leave them waiting.
 NCCL has no deadline on the host: a timer aborts the communicator (`ProcessGroupNCCL.abort`), which ends its kernels.
 The NCCL path has not run: the tests for it need two CUDA devices.
 
@@ -138,6 +139,7 @@ class Communicator:
         self.spec, self.rank, self.bytes_sent = spec, rank, 0
         self._device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
         self._dead: str | None = None
+        self._under_way: set[Transfer] = set()
         store = rendezvous.connection(f"{spec.name}/{spec.epoch}")
         make = {"gloo": _gloo, "nccl": _nccl}[backend]
         try:
@@ -174,6 +176,10 @@ class Communicator:
             if self._device.type == "cuda":  # gloo's would do nothing more than what the next line does
                 self._group.abort()
             self._group = None
+            # gloo closes its connections when the last of its objects is gone, those of messages under way included.
+            for transfer in self._under_way:
+                transfer.forget()
+            self._under_way.clear()
 
     def close(self) -> None:
         """Leave the group."""
@@ -197,12 +203,18 @@ class Communicator:
 
     def _wait(self, work: Work, deadline: Deadline) -> None:
         """Wait for a transfer; raise RuntimeError when it has failed or the deadline has passed."""
-        # gloo takes 0 for "for ever"
-        seconds = max(deadline.remaining_s, 1e-3)
-        if self._device.type == "cpu":
-            work.wait(timedelta(seconds=seconds))
-            return
+        seconds = max(deadline.remaining_s, 1e-3)  # gloo takes 0 for "for ever"
+        try:
+            if self._device.type == "cpu":
+                work.wait(timedelta(seconds=seconds))
+            else:
+                self._wait_for_device(work, seconds)
+        finally:
+            del work  # the traceback of an error must not keep it: see `abort`
+        if self._device.type == "cuda" and deadline.remaining_s == 0:
+            raise RuntimeError(f"not done within {deadline.timeout_s:g} s")
 
+    def _wait_for_device(self, work: Work, seconds: float) -> None:
         timer = threading.Timer(seconds, self._group.abort)
         timer.start()
         try:
@@ -210,8 +222,7 @@ class Communicator:
             torch.cuda.current_stream().synchronize()
         finally:
             timer.cancel()
-        if deadline.remaining_s == 0:
-            raise RuntimeError(f"not done within {deadline.timeout_s:g} s")
+            del work
 
 
 class Transfer:
@@ -228,8 +239,10 @@ class Transfer:
         out: torch.Tensor | None = None,
         sent: int = 0,
     ) -> None:
-        self._group, self._work, self._what, self._peer = group, work, what, peer
+        self._group, self._what, self._peer = group, what, peer
+        self._work: Work | None = work
         self._staged, self._out, self._sent = staged, out, sent
+        group._under_way.add(self)
 
     def wait(self, deadline: Deadline) -> None:
         """Wait for its end.
@@ -238,13 +251,22 @@ class Transfer:
             TransportError: the peer is gone, or the deadline has passed; the group was given up.
         """
         try:
+            if self._work is None:
+                raise RuntimeError(f"the group was given up: {self._group._dead}")
+
             self._group._wait(self._work, deadline)
         except RuntimeError as error:
             raise self._group._failed(self._what, self._peer, error) from error
 
         if self._out is not None and self._out is not self._staged:
             self._out.copy_(self._staged)
+        self.forget()
+        self._group._under_way.discard(self)
         self._group.bytes_sent += self._sent
+
+    def forget(self) -> None:
+        """Let go of torch's object: an error that somebody keeps would else keep it, and its connection."""
+        self._work = None
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:  # noqa: ANN401 - torch's
