@@ -55,6 +55,7 @@ def test_the_busiest_holder_has_the_least_possible(classes: list[HolderClass]) -
         ([((0, 1), 8), ((0,), 20)], [20, 8]),
         ([((0, 1), 8), ((1, 2), 8), ((0, 2), 2)], [6, 6, 6]),  # no two sets are nested
         ([((0,), 10), ((1, 2), 2), ((0, 1, 2), 4)], [10, 3, 3]),  # who is not the busiest is levelled too
+        ([((0, 1, 2), 7), ((0,), 18), ((0, 1, 3), 19)], [18, 9, 7, 10]),  # and takes nothing more from the busiest
         ([((0, 1, 2), 0), ((3,), 5)], [0, 0, 0, 5]),
     ],
 )

@@ -43,6 +43,28 @@ class Case(NamedTuple):
     placement: Placement | None
 
 
+MOE_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "deepseek_v3": {
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 4,
+        "moe_intermediate_size": 8,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": 6,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_method": "noaux_tc",  # brings a float32 buffer beside the bfloat16 weights
+        "v_head_dim": 4,
+    },
+}
+"""What the mixtures of experts add; deepseek_v3 has latent attention too."""
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """A random dense, GQA or MoE model on random layouts; disaggregated, on nodes, or colocated."""
@@ -57,14 +79,15 @@ def cases(draw: st.DrawFn) -> Case:
         "num_hidden_layers": 2,
         "vocab_size": draw(st.sampled_from([37, 64, 130])),
         "tie_word_embeddings": draw(st.booleans()),
-        "model_type": draw(st.sampled_from(["qwen2", "llama", "qwen3", "qwen3_moe"])),
+        "model_type": draw(st.sampled_from(["qwen2", "llama", "qwen3", "qwen3_moe", "deepseek_v3"])),
+        "torch_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
     }
     tp, pp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
     tp = min(tp, kv_heads)
     sizes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp}
     target_sizes: dict[str, Any] = {"tp": draw(st.sampled_from([1, 2, 4])), "pp": draw(st.sampled_from([1, 2]))}
-    if config["model_type"] == "qwen3_moe":
-        config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    if config["model_type"] in MOE_SIZES:
+        config |= MOE_SIZES[config["model_type"]]
         grids = [(ep, etp) for ep, etp in product((1, 2, 4), (1, 2, 4)) if tp * dp % (ep * etp) == 0 and etp <= tp]
         # megatron-core 0.16.1 has no experts that are cut otherwise than the rest and not spread
         sizes["ep"], sizes["etp"] = draw(st.sampled_from([grid for grid in grids if grid[0] > 1 or grid[1] == tp]))
