@@ -62,6 +62,9 @@ class BucketSender(Protocol):
     def send(self, manifest: Manifest, *, timeout_s: float) -> int:
         """Deliver all buckets of this source rank, or make them available where receivers take them themselves.
 
+        That it returns says that the bytes were taken, not that they were proven: a receiver that dies after its last
+        byte is found by its missing report (`engine.membership`) or acknowledgement.
+
         Args:
             manifest: of a committed version that is held for this replica.
             timeout_s: longest time for all of it.
