@@ -247,8 +247,8 @@ class _Ranks:
         executor.is_failed = True
         for process in processes:
             process.kill()  # it may wait for the dead one, within a kernel
-        executor.shutdown()  # ends a call that waits for answers
         os.write(self._death_writer, b"!")
+        executor.shutdown()  # ends a call that waits for answers
 
 
 def _how(process: Any) -> str:  # noqa: ANN401

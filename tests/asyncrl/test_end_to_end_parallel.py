@@ -66,3 +66,15 @@ def test_four_training_ranks_feed_divided_and_doubled_generators(
         assert steps[0][name] == pytest.approx(wanted[0][name], rel=1e-4)
     assert ended.summary["peak_memory"].keys() == {"driver", *(f"trainer_{rank}" for rank in range(4)), *names}
     train.wait_until_gone(within_s=10)
+
+
+def test_a_tensor_parallel_rank_that_dies_ends_the_run_and_is_named(start_train: StartTrain) -> None:
+    train = start_train("generator.tp=2", "trainer.num_steps=2000", "cluster.devices=3")
+    train.wait_for_output("step ")
+    (victim,) = [process for process in train.processes() if process.name() == "asyncrl-rank-1"]
+    victim.kill()
+    ended = train.wait(within_s=30)
+    assert ended.exit_code == 1
+    assert ended.message().startswith("error: generator_0.")
+    assert f"tensor-parallel rank 1 (process {victim.pid}) died: killed by SIGKILL" in ended.message()
+    train.wait_until_gone(within_s=10)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from engine.worker_process import pin_threads
+from engine.worker_process import divide_cores, peak_memory_bytes, peak_memory_bytes_of, pin_threads
 
 GIVEN = {0, 2}
 
@@ -41,3 +41,23 @@ def test_every_thread_is_bound_also_to_a_core_with_a_high_number(bound: dict[int
 def test_a_core_that_the_kernel_does_not_give_is_named(cpus: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"cpus .* cannot be used: this process may use \[0, 2\]"):
         pin_threads(cpus)
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_workers", "num_threads", "expected"),
+    [
+        ((4, 5, 6), 3, 1, ((4,), (5,), (6,))),
+        ((4, 5, 6), 2, 1, ((4,), (5,))),
+        ((4, 5, 6), 2, 2, ((4, 5, 6), (4, 5, 6))),
+        ((4,), 2, 1, ((4,), (4,))),
+    ],
+)
+def test_cores_are_divided_if_there_are_enough(
+    cores: tuple[int, ...], num_workers: int, num_threads: int, expected: tuple[tuple[int, ...], ...]
+) -> None:
+    assert divide_cores(cores, num_workers, num_threads) == expected
+
+
+def test_the_peak_of_another_process() -> None:
+    assert peak_memory_bytes_of(os.getpid()) == pytest.approx(peak_memory_bytes(), rel=0.05)
+    assert peak_memory_bytes_of(2**22 + 1) == 0  # beyond the largest process id
