@@ -80,9 +80,8 @@ class RankWeights:
         Also take away the names of vLLM's shared memory, which all have mapped by now.
         """
         ignore_interrupt()
-        Path("/proc/self/comm").write_text(
-            f"asyncrl-rank-{self._rank}"
-        )  # a fork of Ray's worker goes by that one's name
+        # A fork of Ray's worker goes by that one's name.
+        Path("/proc/self/comm").write_text(f"asyncrl-rank-{self._rank}")
         unname_queues()
         group = os.environ.get("VLLM_DIST_IDENT")
         if group is not None:
