@@ -148,13 +148,7 @@ def _build_scheduler(
 ) -> Scheduler:
     recipe = request.loaded.recipe
     trainer, generator = recipe.trainer, recipe.generator
-    sampling = Sampling(
-        temperature=generator.temperature,
-        top_p=generator.top_p,
-        top_k=generator.top_k,
-        max_tokens=generator.max_new_tokens,
-        stop_token_ids=model.stop_token_ids,
-    )
+    sampling = _sampling(recipe, model)
     busy = BusyClock(anyio.current_time, num_replicas=generator.num_replicas)
     report.measures(busy)
     rollout = Rollout(
@@ -202,6 +196,17 @@ def _build_scheduler(
         report=recorder.step,
     )
     return Scheduler(_schedule(request), parts, manifest)
+
+
+def _sampling(recipe: Recipe, model: ModelInfo) -> Sampling:
+    generator = recipe.generator
+    return Sampling(
+        temperature=generator.temperature,
+        top_p=generator.top_p,
+        top_k=generator.top_k,
+        max_tokens=generator.max_new_tokens,
+        stop_token_ids=model.stop_token_ids,
+    )
 
 
 def _schedule(request: RunRequest) -> ScheduleSpec:
