@@ -254,7 +254,7 @@ def test_an_empty_or_missing_file_is_told(tmp_path: Path) -> None:
         ("return 'a'", r"mine.py:task, seed \d+: must return a Question or \(prompt, answer\), .*not 'a'$"),
         ("return 'a', 1", r"the answer as text, not Question\(prompt='a', answer=1\)$"),
         ("return '', 'b'", r"mine.py:task, seed \d+: prompt is empty$"),
-        ("raise RuntimeError('no data')", r"mine.py:task, seed \d+: raised RuntimeError: no data \\(.*mine.py:2\\)$"),
+        ("raise RuntimeError('no data')", r"mine.py:task, seed \d+: raised RuntimeError: no data \(.*mine.py:2\)$"),
         ("return 'a' * 40, 'b'", r"mine.py:task, seed \d+: prompt has 41 tokens, but .* leaves room for 27$"),
     ],
 )
