@@ -68,8 +68,7 @@ class RunFolder:
             _check_unused(path)  # somebody else's run may have begun and ended meanwhile
             _clear(path)
             _name(path)
-            _write_private(path / _DRAFT, recipe_yaml)
-            (path / _DRAFT).rename(path / RECIPE)
+            folder.remember(recipe_yaml)
         except BaseException:
             folder.close()
             raise
@@ -96,6 +95,11 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def remember(self, recipe_yaml: str) -> None:
+        """Keep what the run goes on with, for the next resume."""
+        _write_private(self.path / _DRAFT, recipe_yaml)
+        (self.path / _DRAFT).rename(self.path / RECIPE)
 
     def close(self) -> None:
         """Let the next process have it. Idempotent."""

@@ -169,6 +169,9 @@ def _one_span(length: int, version: int) -> tuple[VersionSpan, ...]:
 
 def _as_score(value: Score | float) -> Score:
     """Return what a user's function returned as plain Python values: numpy's would stop a tracker much later."""
+    if value is None:
+        raise TypeError("it returned None; a reward function returns a number or a Score")
+
     score = value if isinstance(value, Score) else Score(reward=value)
     if isinstance(score.reward, str | bytes):  # `float` would read it
         raise TypeError(f"the reward is {score.reward!r}; it must be a number")

@@ -6,6 +6,7 @@ Both exist for a run that failed or was interrupted too; what it never learned i
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import statistics
 import tempfile
@@ -252,6 +253,16 @@ def write_summary(summary: Summary, folder: Path) -> Path:
         Path(draft).unlink(missing_ok=True)
         raise
     return path
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether the summary of the run in `folder` says that it reached its last step."""
+    try:
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+    return isinstance(found, dict) and found.get("exit_reason") == ExitReason.FINISHED
 
 
 def library_versions() -> dict[str, str]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asyncrl.console import Console
     from asyncrl.rewards import RewardFunction
     from asyncrl.run import RunRequest
+    from asyncrl.run_folder import RunFolder
 
 _STARTED_S = time.monotonic()
 
@@ -93,15 +94,16 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     else:
         opened = RunFolder.create(loaded.recipe.run.folder(datetime.now().astimezone()), loaded.unresolved_yaml)
     with opened as folder:
-        return _run_in(folder.path, arguments, loaded, reward)
+        return _run_in(folder, arguments, loaded, reward)
 
 
-def _run_in(folder: Path, arguments: argparse.Namespace, loaded: LoadedRecipe, reward: RewardFunction) -> int:
+def _run_in(opened: RunFolder, arguments: argparse.Namespace, loaded: LoadedRecipe, reward: RewardFunction) -> int:
     from asyncrl.checkpoint import CheckpointStore
     from asyncrl.console import Console
     from asyncrl.run import RunRequest
+    from asyncrl.summary import is_finished
 
-    recipe = loaded.recipe
+    recipe, folder = loaded.recipe, opened.path
     resume = None
     if arguments.resume is not None:
         store = CheckpointStore(folder, seed=recipe.seed, keep_last=recipe.checkpoint.keep_last)
@@ -111,6 +113,12 @@ def _run_in(folder: Path, arguments: argparse.Namespace, loaded: LoadedRecipe, r
                 f"trainer.num_steps={recipe.trainer.num_steps}, but {arguments.resume} has trained "
                 f"{resume.state.version} steps already; ask for more"
             )
+
+        if resume.state.version == recipe.trainer.num_steps and is_finished(folder):
+            print(f"all {recipe.trainer.num_steps} steps are trained; `--resume RUN trainer.num_steps=N` trains more")
+            return 0
+
+        opened.remember(loaded.unresolved_yaml)
 
     request = RunRequest(loaded=loaded, reward=reward, folder=folder, resume=resume, started_s=_STARTED_S)
     with Console(num_steps=recipe.trainer.num_steps, live=recipe.tracking.console, quiet=arguments.quiet) as console:

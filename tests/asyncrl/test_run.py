@@ -317,7 +317,9 @@ def test_a_finished_run_that_is_resumed_has_nothing_left_to_do(tmp_path: Path) -
     assert resume(tmp_path / "run", script=script) == 0
     assert script.waves == []
     assert fingerprints(tmp_path / "run") == before
+    assert summary(tmp_path / "run")["tokens_per_s"] > 0, "the summary is still that of the run"
     assert resume(tmp_path / "run", f"trainer.num_steps={NUM_STEPS + 2}", script=script) == 0
+    assert resume(tmp_path / "run") == 0, "the recipe remembers what the run was resumed with"
     assert [version for version, _ in script.waves] == [6, 6, 6, 6], "two steps on two replicas"
     assert summary(tmp_path / "run")["steps"] == NUM_STEPS + 2
 

@@ -229,7 +229,7 @@ def test_an_attempt_that_succeeds_later_counts() -> None:
         (math.nan, "ValueError: the reward is nan; it must be a finite number"),
         (-math.inf, "ValueError: the reward is -inf; it must be a finite number"),
         (Score(reward=math.inf), "ValueError: the reward is inf; it must be a finite number"),
-        (None, "TypeError: float"),
+        (None, "TypeError: it returned None; a reward function returns a number or a Score"),
         ("1", "TypeError: the reward is '1'; it must be a number"),
         (Score(reward=1.0, correct=0.5), "TypeError: `correct` is 0.5; it must be True, False or None"),  # type: ignore[arg-type]
         (Score(reward=1.0, correct="no"), "TypeError: `correct` is 'no'; it must be True, False or None"),  # type: ignore[arg-type]

@@ -81,10 +81,10 @@ async def test_a_bucket_that_changes_after_prepare_leaves_the_old_version_servin
     manifest = replica.publication.write(replica.version + 1)
     await replica.call("prepare", manifest)
     replica.publication.writer.write(replica.version + 99, 0, manifest.slot)
-    with pytest.raises(WorkerError, match=f"WeightTransferError: version {replica.version + 1}, bucket 0"):
+    with pytest.raises(WorkerError, match=f"TransportError: version {replica.version + 1}, bucket 0"):
         await replica.call("flip", manifest)
 
-    with pytest.raises(WorkerError, match="WeightTransferError"):
+    with pytest.raises(WorkerError, match="TransportError"):
         await replica.call("prepare", manifest)
 
     assert bits(await replica.generate()) == bits(expected)
