@@ -119,7 +119,9 @@ def test_of_several_ranks_the_dead_one_is_named(start_train: StartTrain, layout:
     assert time.monotonic() - started < LOUD_S
     assert ended.exit_code == 1
     message = ended.message()
-    assert re.search(rf" \(process {ranks[1].pid}\) died( while step was running or before)?: {re.escape(IS_GONE)}", message)
+    assert re.search(
+        rf" \(process {ranks[1].pid}\) died( while step was running or before)?: {re.escape(IS_GONE)}", message
+    )
     assert message.startswith("error: trainer_")
     check_nothing_left(train)
 
