@@ -23,7 +23,7 @@ from asyncrl.schema import Data, Source
 from asyncrl.tasks import Question
 from asyncrl.tokenizer import Message, TextTokenizer
 from asyncrl.types import Prompt
-from asyncrl.user_error import UserError, describe_raised
+from asyncrl.user_error import UserError, raised_where
 from engine.seeds import Purpose, derive_seed
 
 HELD_OUT_SHARE = 10
@@ -223,7 +223,7 @@ class _Task:
         try:
             question = self.function(seed, **self.args)
         except Exception as error:
-            raise DataError(f"{place}: {describe_raised(error)}") from error
+            raise DataError(f"{place}: {raised_where(error)}") from error
 
         if isinstance(question, tuple) and len(question) == 2:
             question = Question(*question)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from asyncrl.user_error import UserError, describe_raised
+from asyncrl.user_error import UserError, raised_where
 
 
 def load_callable(path: str, args: Mapping[str, Any], *, key: str) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ def _load_module(path: str, module_name: str, key: str) -> ModuleType:
         hint = f"a file is written path/to/{module_name.rpartition('.')[2]}.py:{path.rpartition(':')[2]}"
         raise UserError(f'{key} = "{path}": no module {error.name}; {hint}') from None
     except Exception as error:
-        raise UserError(f'{key} = "{path}": importing it {describe_raised(error)}') from error
+        raise UserError(f'{key} = "{path}": importing it {raised_where(error)}') from error
 
 
 def _load_file(path: str, file_name: str, key: str) -> ModuleType:
@@ -83,6 +83,6 @@ def _load_file(path: str, file_name: str, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UserError(f'{key} = "{path}": running it {describe_raised(error)}') from error
+        raise UserError(f'{key} = "{path}": running it {raised_where(error)}') from error
 
     return module

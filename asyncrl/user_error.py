@@ -12,7 +12,7 @@ class UserError(ValueError):
     """Something that the user gave us cannot be used; the message says what, both values and the cure."""
 
 
-def describe_raised(error: BaseException) -> str:
+def raised_where(error: BaseException) -> str:
     """Return what a user's own code raised and where, for a message that stands for its traceback.
 
     Example: `raised KeyError: 'x' (mine.py:12)`.

@@ -16,7 +16,7 @@ import torch
 
 from engine.plan import Plan
 from engine.segments import SegmentReader, WeightTransferError, digest_of
-from engine.transport import check_header, sealed_header
+from engine.transport import check_header, check_manifest, sealed_header
 from engine.types import Manifest, WeightVersion
 from engine.views import BucketRuns, Chunks, LiveParams, memory_tensor
 
@@ -177,17 +177,11 @@ class Receiver:
         self._readers = readers
 
     def _check_manifest(self, manifest: Manifest) -> None:
-        what = f"manifest of version {manifest.version}"
-        if manifest.plan_hash != self._plan_hash:
-            raise WeightTransferError(f"{what}: plan {manifest.plan_hash}, this receiver has {self._plan_hash}")
-
+        check_manifest(manifest, self._plan_hash, self._plan.num_buckets)
         if not 0 <= manifest.slot < self._num_slots:
-            raise WeightTransferError(f"{what}: slot {manifest.slot} is not in [0, {self._num_slots})")
-
-        wanted = set(range(self._plan.num_buckets))
-        missing, extra = wanted - manifest.digests.keys(), manifest.digests.keys() - wanted
-        if missing or extra:
-            raise WeightTransferError(f"{what}: buckets missing {sorted(missing)}, unknown {sorted(extra)}")
+            raise WeightTransferError(
+                f"manifest of version {manifest.version}: slot {manifest.slot} is not in [0, {self._num_slots})"
+            )
 
     def _check_header(self, runs: BucketRuns, manifest: Manifest) -> None:
         """Raise unless the bucket is sealed and what the manifest says."""

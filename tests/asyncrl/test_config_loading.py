@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -159,3 +161,12 @@ def test_the_default_folder_has_name_and_time() -> None:
     started = datetime(2026, 11, 29, 19, 30, 5)  # noqa: DTZ001 - local time, as the user reads it
     assert load_recipe(COPY, (), TWO_CORES).recipe.run.folder(started) == Path("runs/grpo_copy-20261129-193005")
     assert load_recipe(COPY, ("run.dir=here",), TWO_CORES).recipe.run.folder(started) == Path("here")
+
+
+def test_the_readmes_recipe_is_one(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    shutil.copytree(COPY.parent / "base", tmp_path / "base")
+    (tmp_path / "mine.yaml").write_text(block)
+    recipe = load_recipe(tmp_path / "mine.yaml", (), TWO_CORES).recipe
+    assert recipe.trainer.num_steps == load_recipe(COPY, (), TWO_CORES).recipe.trainer.num_steps

@@ -45,9 +45,10 @@ def test_two_replicas_write_what_one_writes(start_train: StartTrain, single: End
     assert ended.summary["peak_memory"].keys() == {"driver", "generator_0", "generator_1", "trainer_0"}
 
 
-GENERATORS = {
-    "tp2": (("generator.tp=2",), {"generator_0"}),
-    "two replicas": (("generator.num_replicas=2",), {"generator_0", "generator_1"}),
+GENERATORS = {  # overrides, workers, and how near the first step is to one rank's
+    # Two tensor-parallel ranks add in another order: the generator's logprobs, which the loss divides by, differ too.
+    "tp2": (("generator.tp=2",), {"generator_0"}, 1e-4),
+    "two replicas": (("generator.num_replicas=2",), {"generator_0", "generator_1"}, 1e-5),
 }
 
 
@@ -55,7 +56,7 @@ GENERATORS = {
 def test_four_training_ranks_feed_divided_and_doubled_generators(
     start_train: StartTrain, single: Ended, generators: str
 ) -> None:
-    overrides, names = GENERATORS[generators]
+    overrides, names, rel = GENERATORS[generators]
     train = start_train("trainer.tp=2", "trainer.pp=2", *overrides, "cluster.devices=6")
     ended = train.wait(within_s=500)
     assert (ended.exit_code, ended.stderr) == (0, "")
@@ -63,7 +64,7 @@ def test_four_training_ranks_feed_divided_and_doubled_generators(
     assert len(steps) == len(wanted) == 8
     assert steps[0]["rollout/reward_mean"] == wanted[0]["rollout/reward_mean"]
     for name in ("train/loss", "train/grad_norm", "train/entropy"):
-        assert steps[0][name] == pytest.approx(wanted[0][name], rel=1e-4)
+        assert steps[0][name] == pytest.approx(wanted[0][name], rel=rel)
     assert ended.summary["peak_memory"].keys() == {"driver", *(f"trainer_{rank}" for rank in range(4)), *names}
     train.wait_until_gone(within_s=10)
 

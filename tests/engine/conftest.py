@@ -6,6 +6,10 @@ shares no code with the layouts under test.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +28,7 @@ from engine.types import Manifest, WeightVersion
 
 Tensors = dict[str, torch.Tensor]
 HfConfig = Mapping[str, Any]
+RunProbe = Callable[[Path, Mapping[str, Any]], dict[str, list[str]]]
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -264,3 +269,25 @@ def make_world(build_world: Callable[..., World]) -> Iterator[Callable[..., Worl
     yield make
     for world in worlds:
         world.close()
+
+
+@pytest.fixture(scope="module")
+def run_probe(tmp_path_factory: pytest.TempPathFactory) -> RunProbe:
+    """`run_probe(script, cases)`: a script in a process of its own says, from JSON to JSON, what differs by case."""
+
+    def run(script: Path, cases: Mapping[str, Any]) -> dict[str, list[str]]:
+        folder = tmp_path_factory.mktemp("probe")
+        (folder / "cases.json").write_text(json.dumps(cases))
+        done = subprocess.run(
+            [sys.executable, str(script), str(folder / "cases.json"), str(folder / "results.json")],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stdout[-5000:]
+        results: dict[str, list[str]] = json.loads((folder / "results.json").read_text())
+        return results
+
+    return run

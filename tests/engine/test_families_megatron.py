@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.engine.conftest import RunProbe
+
 PROBE = Path(__file__).with_name("megatron_model_probe.py")
-REPOSITORY = Path(__file__).parents[2]
 
 COMMON = {
     "hidden_size": 32,
@@ -76,21 +74,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def probed(run_probe: RunProbe) -> dict[str, list[str]]:
     """What differs, by case; one process for all, apart because of the patches for the CPU."""
-    folder = tmp_path_factory.mktemp("probe")
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    done = subprocess.run(
-        [sys.executable, str(PROBE), str(folder / "cases.json"), str(folder / "results.json")],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    results: dict[str, list[str]] = json.loads((folder / "results.json").read_text())
-    return results
+    return run_probe(PROBE, CASES)
 
 
 @pytest.mark.slow

@@ -146,7 +146,6 @@ def test_the_module_runs(config: Path) -> None:
 @pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
 @pytest.mark.parametrize("train", ["tp=2,pp=2", "tp=2,dp=16"])  # lines, and a map of pairs above 24 ranks
 def test_the_picture_is_drawn(config: Path, tmp_path: Path, train: str, name: str) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / name
     arguments = ["--model", str(config), "--train", train, "--infer", "tp=1", "--quiet", "--picture", str(path)]
     assert main(arguments) == 0

@@ -84,7 +84,7 @@ def test_whole_versions(world: World, damage: Callable[[World], None], message: 
         (lambda manifest: without_bucket(manifest, 3), r"manifest of version 2: buckets missing \[3\], unknown \[\]"),
         (lambda manifest: with_digest(manifest, 999, "00" * 16), r"buckets missing \[\], unknown \[999\]"),
         (lambda manifest: with_digest(manifest, 4, "ab" * 16), "bucket 4 of source .* digest is .*, want (ab){16}"),
-        (lambda manifest: dataclasses.replace(manifest, plan_hash="0" * 32), "plan 0{32}, this receiver has"),
+        (lambda manifest: dataclasses.replace(manifest, plan_hash="0" * 32), "plan 0{32}, this side has"),
         (lambda manifest: dataclasses.replace(manifest, slot=2), r"slot 2 is not in \[0, 2\)"),
         (lambda manifest: dataclasses.replace(manifest, slot=0), "version is 1, want 2; digest is"),
     ],
